@@ -1,0 +1,1 @@
+"""Benchmarks: ``python -m bench.attention`` (peers), ``python -m bench.sweep`` (rows)."""

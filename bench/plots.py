@@ -1,0 +1,142 @@
+"""Pictures of result files: ``python -m bench.plots bench/results/*.json --into docs/figures``.
+
+Bars a case for ``attention`` files, and a curve by length a mask and head dim; memory and error by
+length for ``figures`` files. Needs matplotlib (the ``bench`` extra).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+COLOURS = {
+    "ours": "#c0392b",
+    "fa3": "#2c6fbb",
+    "fa4": "#6aa84f",
+    "cudnn": "#8e7cc3",
+    "fa2": "#999999",
+    "flex": "#e69138",
+    "eager": "#555555",
+}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Draw each file; the names of the pictures are printed."""
+    parser = argparse.ArgumentParser(prog="bench.plots", description=__doc__.split("\n")[0])
+    parser.add_argument("files", nargs="+", type=Path)
+    parser.add_argument("--into", type=Path, default=Path("docs/figures"))
+    arguments = parser.parse_args(argv)
+    arguments.into.mkdir(parents=True, exist_ok=True)
+    for path in arguments.files:
+        result = json.loads(path.read_text())
+        draw = {"attention": _attention, "figures": _figures}.get(result.get("kind"))
+        if draw is None:
+            print(f"{path}: no picture for kind {result.get('kind')!r}")
+            continue
+        for name, figure in draw(result):
+            picture = arguments.into / f"{path.stem}-{name}.png"
+            figure.savefig(picture, dpi=120, bbox_inches="tight")
+            print(picture)
+    return 0
+
+
+def _attention(result: dict[str, Any]) -> list[tuple[str, Any]]:
+    """Bars of every case; curves of the cases that differ in length only."""
+    rows = [row for row in result["rows"] if row.get("tflops")]
+    pictures = [("bars", _bars(result, rows))]
+    curves = defaultdict(list)
+    for row in rows:
+        length = int(re.search(r" s(\d+) ", row["case"])[1])
+        family = re.sub(r" s\d+ b\d+ ", " ", row["case"])
+        curves[family].append((length, row))
+    curves = {name: found for name, found in curves.items() if len({n for n, _ in found}) > 2}
+    if curves:
+        pictures.append(("lengths", _curves(result, curves)))
+    return pictures
+
+
+def _bars(result: dict[str, Any], rows: list[dict[str, Any]]) -> Any:
+    plt = _pyplot()
+    cases = list(dict.fromkeys(row["case"] for row in rows))
+    peers = [name for name in COLOURS if any(row["peer"] == name for row in rows)]
+    figure, axes = plt.subplots(figsize=(2 + 1.1 * len(cases), 4))
+    width = 0.8 / max(1, len(peers))
+    for i, peer in enumerate(peers):
+        speeds = {row["case"]: row["tflops"] for row in rows if row["peer"] == peer}
+        at = [j + (i - len(peers) / 2 + 0.5) * width for j, case in enumerate(cases)]
+        heights = [speeds.get(case, 0) for case in cases]
+        axes.bar(at, heights, width, label=peer, color=COLOURS[peer])
+    axes.set_xticks(range(len(cases)), cases, rotation=40, ha="right", fontsize=8)
+    return _finished(figure, axes, result, "TFLOP/s")
+
+
+def _curves(result: dict[str, Any], curves: dict[str, list]) -> Any:
+    plt = _pyplot()
+    columns = min(3, len(curves))
+    lines = -(-len(curves) // columns)
+    size = (4.2 * columns, 3.2 * lines)
+    figure, grid = plt.subplots(lines, columns, figsize=size, squeeze=False)
+    for axes, (name, found) in zip(grid.flat, curves.items(), strict=False):
+        for peer, colour in COLOURS.items():
+            points = sorted((n, row["tflops"]) for n, row in found if row["peer"] == peer)
+            if points:
+                axes.plot(*zip(*points, strict=True), "o-", label=peer, color=colour)
+        axes.set_xscale("log", base=2)
+        axes.set_title(name, fontsize=9)
+        axes.set_xlabel("sequence length")
+        _finished(figure, axes, None, "TFLOP/s")
+    for axes in list(grid.flat)[len(curves) :]:
+        axes.set_visible(False)
+    figure.suptitle(_caption(result), fontsize=9)
+    figure.tight_layout()
+    return figure
+
+
+def _figures(result: dict[str, Any]) -> list[tuple[str, Any]]:
+    plt = _pyplot()
+    figure, both = plt.subplots(1, 2, figsize=(9, 3.6))
+    quantities = (("peak_bytes", "bytes that a call adds"), ("rms_error", "rms error against fp64"))
+    for axes, (field, label) in zip(both, quantities, strict=True):
+        for peer, colour in COLOURS.items():
+            rows = [r for r in result["rows"] if r["peer"] == peer and field in r]
+            if rows:
+                lengths, values = [r["seqlen"] for r in rows], [r[field] for r in rows]
+                axes.plot(lengths, values, "o-", label=peer, color=colour)
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log")
+        axes.set_xlabel("sequence length")
+        _finished(figure, axes, None, label)
+    figure.suptitle(_caption(result), fontsize=9)
+    figure.tight_layout()
+    return [("memory-error", figure)]
+
+
+def _finished(figure: Any, axes: Any, result: dict[str, Any] | None, label: str) -> Any:
+    axes.set_ylabel(label)
+    axes.grid(axis="y", alpha=0.3)
+    axes.legend(fontsize=8)
+    if result is not None:
+        axes.set_title(_caption(result), fontsize=9)
+    return figure
+
+
+def _caption(result: dict[str, Any]) -> str:
+    return f"{result.get('device', '')}, {result['date'][:10]}, {result.get('commit', '')}"
+
+
+def _pyplot() -> Any:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    return plt
+
+
+if __name__ == "__main__":
+    sys.exit(main())

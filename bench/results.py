@@ -1,0 +1,39 @@
+"""A run's result: one JSON file, and one table printed last."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+FOLDER = Path(__file__).parent / "results"
+
+
+class Report:
+    """``head`` (device, software, inputs) and ``rows``, written as often as ``save`` is called."""
+
+    def __init__(self, kind: str, head: dict[str, Any], path: Path | None = None) -> None:
+        now = datetime.datetime.now(datetime.timezone.utc)
+        stamp = now.strftime("%Y-%m-%dT%H:%MZ")
+        self.path = path or FOLDER / f"{now:%Y-%m-%d}-{kind}.json"
+        self.head = {"kind": kind, "date": stamp, "command": " ".join(sys.argv)} | head
+        self.rows: list[dict[str, Any]] = []
+
+    def save(self) -> None:
+        """Write the file as it stands: a run that is cut short keeps its rows."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self.path.write_text(json.dumps(self.head | {"rows": self.rows}, indent=1) + "\n")
+
+
+def table(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    """Text columns, the first one flush left."""
+    widths = [max(len(row[i]) for row in (header, *lines)) for i in range(len(header))]
+
+    def one(row: Sequence[str]) -> str:
+        cells = [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
+        return "  ".join([row[0].ljust(widths[0]), *cells])
+
+    return "\n".join([one(header), one(["-" * width for width in widths]), *map(one, lines)])

@@ -1,0 +1,61 @@
+"""Small launches of every kind of kernel, for compute-sanitizer.
+
+    PYTORCH_NO_CUDA_MEMORY_CACHING=1 \\
+    compute-sanitizer --tool memcheck --kernel-name kns=FwdSm90 python3 -m bench.sanitize
+
+Each launch is a few tiles, ragged at every edge, and its result is held against the oracle. The
+kernels are those of the gpu tier, so that none compiles under the sanitizer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+import torch
+
+import fa_cute
+from tests.gpu.configurations import MODS, PLAIN, RATIOS, WINDOWS, Configuration
+from tests.gpu.judging import arguments, call, inputs
+
+KINDS: dict[str, tuple[Configuration, tuple[int, int], dict]] = {
+    "full d128": (PLAIN["d128-bf16-full-3"], (200, 300), {}),
+    "causal d128": (PLAIN["d128-bf16-causal-4"], (300, 300), {}),
+    "full d64": (PLAIN["d64-bf16-full-8"], (65, 257), {}),
+    "causal d64, rows without keys": (PLAIN["d64-bf16-causal-3"], (300, 100), {}),
+    "ratio 10": (RATIOS["10"], (129, 129), {}),
+    "window": (WINDOWS["both"], (300, 300), {"window": (70, 20)}),
+    "causal window": (WINDOWS["causal-left"], (400, 400), {"window": (64, None)}),
+    "score_mod": (MODS["alibi"], (129, 200), {}),
+    "tight tables": (MODS["tight"], (129, 65), {}),
+    "diagonal": (MODS["tight_diagonal"], (129, 200), {}),
+    "mask_mod": (MODS["document"], (200, 200), {}),
+    "both mods": (MODS["both"], (200, 200), {}),
+    "integers": (MODS["integers"], (65, 65), {}),
+    "floats": (MODS["floats"], (65, 65), {}),
+}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Launch the kinds whose names contain a word given, or all; 1 if one is off."""
+    parser = argparse.ArgumentParser(prog="bench.sanitize", description=__doc__.split("\n")[0])
+    parser.add_argument("words", nargs="*", help="choose kinds by a part of the name")
+    words = parser.parse_args(argv).words
+    wrong = 0
+    for name, (configuration, lengths, run_time) in KINDS.items():
+        if words and not any(word in name for word in words):
+            continue
+        x = inputs(configuration, lengths, batch=1, heads_k=2)
+        options = arguments(configuration, x, **run_time)
+        out, _ = call(configuration, x, **options)
+        torch.cuda.synchronize()
+        right = fa_cute.reference.attention(*x, **options)
+        error = float((out.double() - right).abs().max())
+        good = error < 0.05
+        wrong += not good
+        print(f"{name}: error {error:.1e}" + ("" if good else " WRONG"), flush=True)
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,208 @@
+"""Config rows of the forward against each other and FA3: ``python -m bench.sweep``.
+
+First ``--compile-only`` on any host fills FA_CUTE_CACHE_DIR; then, on the device, the same flags
+without it measure every row and FA3 in the same rounds. A row is written
+``tile_m x tile_n x stages : producer registers / consumer registers : p|s`` (persistent, single),
+e.g. ``128x176x2:24/240:p``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import fa_cute
+from bench import peers
+from bench.cases import INPUTS, VARIANTS, Case, Inputs, cases
+from bench.device import Meter, facts
+from bench.results import Report, table
+from bench.timing import Candidate, Effort, Stopwatch
+from fa_cute.host.compile import compiled
+from fa_cute.host.configs import fwd_sm90
+from fa_cute.host.planning import Mods
+from fa_cute.host.target import sm_count
+from fa_cute.plan import Extra, FwdConfig, Io, Launch, Plan
+
+ROWS = {
+    (128, 128): (
+        "128x128x2:24/240:p 128x128x2:24/240:s 128x176x2:24/240:p 128x176x2:24/240:s "
+        "128x160x2:24/240:p 128x144x2:24/240:p 128x112x2:24/240:p 128x96x3:24/240:p "
+        "192x128x2:32/160:p 192x128x2:24/160:s 192x96x2:32/160:p 192x112x2:32/160:p"
+    ),
+    (64, 64): (
+        "192x128x2:32/160:p 192x128x2:32/160:s 192x128x3:32/160:p 192x160x2:32/160:p "
+        "192x192x2:32/160:p 192x96x3:32/160:p 128x128x3:24/240:p 128x192x3:24/240:p "
+        "128x256x2:24/240:p 128x160x3:24/240:p"
+    ),
+}
+_ROW = re.compile(r"(\d+)x(\d+)x(\d+):(\d+)/(\d+):([ps])")
+
+
+def row(text: str) -> FwdConfig:
+    """A config row from its text."""
+    found = _ROW.fullmatch(text)
+    if found is None:
+        raise SystemExit(f"{text!r} is no row; write it like 128x176x2:24/240:p")
+    return FwdConfig(*map(int, found.groups()[:5]), persistent=found[6] == "p")
+
+
+def plan(case: Case, config: FwdConfig, device: str) -> tuple[Plan, Mods]:
+    """The plan of ``case`` with ``config``, and its mods with captured tensors on ``device``."""
+    arguments = case.arguments(device)
+    mods = Mods.of(arguments.get("score_mod"), None)
+    score_mod = None if mods.score_mod is None else mods.score_mod.graph
+    return Plan(
+        direction="forward",
+        dtype=case.dtype,
+        head_dim=case.head_dim,
+        head_dim_v=case.dim_v,
+        gqa_ratio=case.heads // case.heads_kv,
+        causal=case.causal,
+        window=(case.window is not None, False),
+        score_mod=score_mod,
+        mask_mod=None,
+        return_lse=False,
+        sinks=False,
+        deterministic=False,
+        target="sm_90a",
+        config=config,
+    ), mods
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Compile or measure."""
+    arguments = _parser().parse_args(argv)
+    axes = (arguments.dims, arguments.lengths, arguments.masks, arguments.variants, [1])
+    chosen = list(cases(*axes))
+    if arguments.compile_only:
+        return compile_only(chosen, arguments.rows)
+    stopwatch = Stopwatch(Effort(arguments.rounds, arguments.batch_ms), Meter())
+    report = Report("sweep", facts() | {"inputs": INPUTS}, arguments.out)
+    with torch.no_grad():
+        for case in chosen:
+            report.rows += measure(case, arguments.rows, stopwatch)
+            report.save()
+    lines = [_cells(r) for r in sorted(report.rows, key=lambda r: (r["case"], -r["tflops"]))]
+    print(table(["case", "row", "TFLOP/s", "of FA3", "error", "regs", "spill", "KiB"], lines))
+    return 0
+
+
+def compile_only(chosen: list[Case], texts: list[str]) -> int:
+    """Compile every row that can be; the reasons of those that cannot are printed."""
+    failed = 0
+    for case in dict.fromkeys(chosen):
+        for text in _rows(case, texts):
+            try:
+                kernel = compiled(plan(case, row(text), "meta")[0])
+                print(f"{case.name} {text}: {kernel.source} {kernel.resources}", flush=True)
+            except Exception as error:  # too large a tile fails in many ways: say which, go on
+                print(f"{case.name} {text}: {_first_line(error)}", flush=True)
+                failed += 1
+    return failed
+
+
+def measure(case: Case, texts: list[str], stopwatch: Stopwatch) -> list[dict[str, Any]]:
+    """A line for FA3 and for each row that runs: TFLOP/s, error against the oracle, resources."""
+    inputs = case.tensors()
+    head = Inputs(*(t[:1, :, :1] for t in inputs))
+    right = fa_cute.reference.attention(*head, **case.arguments())
+    lines: dict[str, dict[str, Any]] = {}
+    ready: list[Candidate] = []
+    for text in ["fa3", *_rows(case, texts)]:
+        try:
+            made = peers.build("fa3", case, inputs) if text == "fa3" else _ours(case, text, inputs)
+            out = peers.output(made.call())[:1, :, :1]
+            torch.cuda.synchronize()
+        except Exception as error:
+            print(f"{case.name} {text}: {_first_line(error)}", flush=True)
+            continue
+        error = float((out.double() - right).abs().max())
+        lines[text] = {"case": case.name, "row": text, "error": error, "flops": case.flops}
+        if text != "fa3":
+            kernel = compiled(plan(case, row(text), "cuda")[0])
+            lines[text]["resources"] = kernel.resources._asdict()
+        ready.append(made)
+    for name, figures in stopwatch.measure(ready).items():
+        lines[name] |= figures.row() | {"tflops": case.flops / figures.device_ms / 1e9}
+    for line in lines.values():
+        line["of_fa3"] = line["tflops"] / lines["fa3"]["tflops"] if "fa3" in lines else None
+    return list(lines.values())
+
+
+def _ours(case: Case, text: str, x: Inputs) -> Candidate:
+    made, mods = plan(case, row(text), "cuda")
+    kernel = compiled(made)
+    out = torch.empty_like(x.q[..., : case.dim_v])
+    io, extra = Io(*x, out), Extra(mods.captured or None, mods.scalars or None)
+    count = sm_count(x.q.device)
+    launch = Launch(case.head_dim**-0.5, case.window or 0, 0, count)
+
+    def call() -> torch.Tensor:
+        kernel(io, extra, launch)
+        return out
+
+    return Candidate(text, call)
+
+
+def _rows(case: Case, texts: list[str]) -> list[str]:
+    if texts:
+        return texts
+    dims = (case.head_dim, case.dim_v)
+    if dims in ROWS:
+        return ROWS[dims].split()
+    cut, modified = case.mask != "full", case.variant != "plain"
+    c = fwd_sm90(*dims, cut=cut, modified=modified)
+    registers = f"{c.producer_registers}/{c.consumer_registers}"
+    tile = f"{c.tile_m}x{c.tile_n}x{c.kv_stages}"
+    return [f"{tile}:{registers}:{'p' if c.persistent else 's'}"]
+
+
+def _cells(line: dict[str, Any]) -> list[str]:
+    found = line.get("resources")
+    resources = ["-"] * 3
+    if found:
+        kib = found["shared_memory"] / 1024
+        resources = [str(found["registers"]), str(found["spill_bytes"]), f"{kib:.0f}"]
+    ratio = f"{line['of_fa3']:.3f}" if line["of_fa3"] else "-"
+    speed, error = f"{line['tflops']:.0f}", f"{line['error']:.1e}"
+    return [line["case"], line["row"], speed, ratio, error, *resources]
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:200]}"
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="bench.sweep", description=__doc__.split("\n")[0])
+    parser.add_argument("--dims", type=_dims, default=[(128, 128)])
+    parser.add_argument("--lengths", type=_numbers, default=[8192])
+    parser.add_argument("--masks", type=_words, default=["full", "causal"])
+    parser.add_argument("--variants", type=_words, default=["plain"], help=",".join(VARIANTS))
+    parser.add_argument("--rows", type=_words, default=[], help="instead of the listed ones")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--batch-ms", type=float, default=10.0)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--compile-only", action="store_true")
+    return parser
+
+
+def _words(text: str) -> list[str]:
+    return text.split(",")
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(word) for word in text.split(",")]
+
+
+def _dims(text: str) -> list[tuple[int, int]]:
+    pairs = [word.partition("/") for word in text.split(",")]
+    return [(int(dim), int(dim_v or dim)) for dim, _, dim_v in pairs]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,235 @@
+"""Kernels ahead of a call: compiled on any host, for any target, with or without a GPU."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+from fa_cute import api
+from fa_cute.configuration import Configuration, Mod
+from fa_cute.host import cache
+from fa_cute.host import compile as compiling
+from fa_cute.host.launch import Kernel, Resources
+from fa_cute.host.planning import Mods
+from fa_cute.plan import Plan
+
+
+class CompiledAttention:
+    """A kernel of one configuration, with its mods fixed: ``kernel(q, k, v)`` runs it.
+
+    ``key`` identifies the machine code; ``source`` says where this request found it ("memory",
+    "disk" or "compiled") and ``seconds`` how long that took; ``resources`` holds ``registers`` a
+    thread, ``spill_bytes`` and ``shared_memory`` in bytes.
+    """
+
+    def __init__(self, kernel: Kernel, mods: Mods, source: str, seconds: float) -> None:
+        self._kernel, self._mods = kernel, mods
+        self.source, self.seconds = source, seconds
+
+    @property
+    def key(self) -> str:
+        """32 hexadecimal digits."""
+        return self._kernel.key
+
+    @property
+    def plan(self) -> Plan:
+        """The static decisions that the kernel was made from."""
+        return self._kernel.plan
+
+    @property
+    def resources(self) -> Resources:
+        """What ptxas reported."""
+        return self._kernel.resources
+
+    def __call__(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        *,
+        window: tuple[int | None, int | None] | None = None,
+        scale: float | None = None,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """Run on CUDA tensors: shapes, results and errors as of ``fa_cute.attention``.
+
+        The mods stay as they were traced at compile time, the tensors that they captured included.
+        ValueError if q, k, v or the window need another kernel than this one.
+        """
+        if not (isinstance(q, torch.Tensor) and q.is_cuda):
+            raise ValueError(
+                f"this is a kernel for {self.plan.target}, and q is no CUDA tensor; "
+                "fa_cute.attention runs CPU tensors"
+            )
+        if any(len(mod.captured) != len(mod.graph.captured) for _, mod in self._mods.present()):
+            raise ValueError(
+                "this kernel was compiled from a graph, without the tensors that its mod reads: "
+                "call fa_cute.attention with the mod itself, which finds the same kernel"
+            )
+        options = api.Options(self.plan.causal, window, scale, self.plan.return_lse, False)
+        prepared = api.lookup((q, k, v), self._mods, options)
+        needed = prepared.kernel
+        if needed is not None and needed.key != self.key:
+            raise ValueError(self._mismatch(needed.plan))
+        result, lse = api.on_gpu(prepared, (q, k, v), self._mods, out)
+        return result if lse is None else (result, lse)
+
+    def _mismatch(self, needed: Plan) -> str:
+        asked, compiled_for = needed.parts(), self.plan.parts()
+        changes = ", ".join(
+            f"{name} {asked[name]} (compiled for {compiled_for[name]})"
+            for name in cache.differences(asked, compiled_for)
+        )
+        return f"this call needs another kernel: {changes}; compile one, or call fa_cute.attention"
+
+    def __repr__(self) -> str:
+        return f"CompiledAttention({self.key}, {self.plan.target}, from {self.source})"
+
+
+def compile(
+    *,
+    head_dim: int,
+    head_dim_v: int | None = None,
+    dtype: torch.dtype | str,
+    direction: str = "forward",
+    causal: bool = False,
+    window: tuple[bool, bool] = (False, False),
+    gqa_ratio: int = 1,
+    score_mod: Mod = None,
+    mask_mod: Mod = None,
+    return_lse: bool = False,
+    sinks: bool = False,
+    deterministic: bool = False,
+    target: str,
+) -> CompiledAttention:
+    """Compile, or find in memory or on disk, the kernel of one configuration.
+
+    ``window`` says which sides a call bounds; ``target`` is an architecture such as ``"sm_90a"``,
+    which the host need not have; a mod is a function, or a graph that was recorded. ValueError for
+    what no kernel exists for.
+    """
+    started = time.perf_counter()
+    plan, mods = Configuration(
+        head_dim=head_dim,
+        head_dim_v=head_dim_v,
+        dtype=dtype,
+        direction=direction,
+        causal=causal,
+        window=window,
+        gqa_ratio=gqa_ratio,
+        score_mod=score_mod,
+        mask_mod=mask_mod,
+        return_lse=return_lse,
+        sinks=sinks,
+        deterministic=deterministic,
+        target=target,
+    ).plan()
+    known = compiling.in_memory(plan)
+    kernel = compiling.compiled(plan)
+    seconds = time.perf_counter() - started
+    return CompiledAttention(kernel, mods, "memory" if known else kernel.source, seconds)
+
+
+def recorded_configurations() -> list[dict[str, Any]]:
+    """The configurations that this process has used, as arguments for ``compile``.
+
+    Their mods are graphs. ``fa_cute.configuration.save`` writes them to a file, from which
+    ``fa-cute compile --from`` fills the cache next time.
+    """
+    return [Configuration.of(plan).arguments() for plan in compiling.plans_in_memory()]
+
+
+class Precompiled(NamedTuple):
+    """A result of ``precompile``: ``source`` is "disk" or "compiled", or ``error`` says why not."""
+
+    key: str
+    source: str
+    seconds: float
+    error: str = ""
+
+
+def precompile(
+    configurations: Iterable[Mapping[str, Any]],
+    *,
+    workers: int | None = None,
+    progress: Callable[[int, int, Precompiled], None] | None = None,
+) -> list[Precompiled]:
+    """Fill the cache on disk with the kernels of many ``compile`` arguments, in parallel.
+
+    ``workers`` processes (the number of cores by default) compile what is not on disk yet, each
+    kernel once. ``progress(done, total, result)`` is called after each. Wrong arguments are
+    ValueErrors before anything compiles; a compile that fails is an ``error`` in its result.
+    """
+    if cache.opened() is None:
+        raise ValueError("precompile fills the cache on disk, which is switched off or unusable")
+    plans = {}
+    for arguments in configurations:
+        plan, _ = Configuration(**arguments).plan()
+        plans[compiling.key_of(compiling.key_parts(plan))] = plan
+    queue, results = list(plans.items()), {}
+    guard = threading.Lock()
+
+    def work() -> None:
+        with _Worker() as worker:
+            while True:
+                with guard:
+                    if not queue:
+                        return
+                    key, plan = queue.pop(0)
+                result = worker.compile(key, plan)
+                with guard:
+                    results[key] = result
+                    if progress is not None:
+                        progress(len(results), len(plans), result)
+
+    count = min(len(plans), workers or os.cpu_count() or 1)
+    threads = [threading.Thread(target=work) for _ in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return [results[key] for key in plans]
+
+
+class _Worker:
+    """A process that compiles plans, one a line, and answers with one line each."""
+
+    def __enter__(self) -> _Worker:
+        self._process = self._start()
+        return self
+
+    def _start(self) -> subprocess.Popen:
+        return subprocess.Popen(
+            [sys.executable, "-m", "fa_cute.worker"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def compile(self, key: str, plan: Plan) -> Precompiled:
+        """Have ``plan`` compiled; a worker that dies over it is replaced."""
+        try:
+            self._process.stdin.write(pickle.dumps(plan).hex() + "\n")
+            self._process.stdin.flush()
+            answer = self._process.stdout.readline()
+        except BrokenPipeError:
+            answer = ""
+        if not answer:
+            status = self._process.wait()
+            self._process = self._start()
+            return Precompiled(key, "", 0.0, f"the compiling process ended with status {status}")
+        return Precompiled(**json.loads(answer))
+
+    def __exit__(self, *exception: object) -> None:
+        self._process.stdin.close()
+        self._process.wait()
+        self._process.stdout.close()

@@ -1,0 +1,233 @@
+"""The call: trace the mods, check the problem, plan, obtain the kernel, allocate, launch.
+
+A call on CUDA tensors whose facts were seen before is one dictionary look-up and the launch: facts
+are shapes, strides, dtypes, devices, options and the mods' graphs, never data. Addresses are looked
+at on every call.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from fa_cute import cpu
+from fa_cute.host.compile import compiled
+from fa_cute.host.launch import Kernel
+from fa_cute.host.planning import NO_MODS, Mods, make_plan
+from fa_cute.host.problem import ALIGNMENT, Problem, allocate, check_out, kernel_ready
+from fa_cute.host.target import current_target, sm_count
+from fa_cute.host.workspace import counter
+from fa_cute.plan import Extra, Io, Launch
+
+SMALLEST_NORMAL_FLOAT32 = 2.0**-126
+PREPARED_LIMIT = 4096
+
+
+class Options(NamedTuple):
+    """The keyword arguments of a call that are neither tensors nor mods, as the user gave them."""
+
+    causal: bool
+    window: tuple[int | None, int | None] | None
+    scale: float | None
+    return_lse: bool
+    deterministic: bool
+
+
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    score_mod: Callable | None = None,
+    mask_mod: Callable | None = None,
+    causal: bool = False,
+    window: tuple[int | None, int | None] | None = None,
+    scale: float | None = None,
+    return_lse: bool = False,
+    sinks: torch.Tensor | None = None,
+    deterministic: bool = False,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """softmax(mod(q·kᵀ · scale)) · v, with modifiers written in plain Python.
+
+    On CUDA tensors of a Hopper GPU this is one kernel, compiled for the modifiers at hand; on CPU
+    tensors the same algorithm in torch.
+
+    Args:
+        q: ``(B, Sq, Hq, D)``. fp16 or bf16 on CUDA; fp32 and fp64 too on the CPU.
+        k: ``(B, Sk, Hk, D)``, where Hq is a multiple of Hk: query head h reads head h // (Hq / Hk).
+        v: ``(B, Sk, Hk, Dv)``.
+        score_mod: ``(score, b, h, q, kv) -> score``, on the scaled score, before masking.
+        mask_mod: ``(b, h, q, kv) -> bool``, True where key kv counts for query q. Indices are plain
+            positions: ``q >= kv`` is a top-left causal mask.
+        causal: query q sees the keys up to ``q + Sk - Sq`` (aligned to the bottom-right corner).
+        window: ``(left, right)``: query q sees keys from ``q + Sk - Sq - left`` to
+            ``q + Sk - Sq + right``, both included; None or -1 is unlimited.
+        scale: factor on q·k, ``1/sqrt(D)`` by default.
+        return_lse: also return the natural logarithm of the sum of the exponentials.
+        sinks: not there yet (NotImplementedError).
+        deterministic: bitwise repeatable results. The forward always is.
+        out: ``(B, Sq, Hq, Dv)`` in q's dtype, to be written and returned; without gradients.
+
+    Returns:
+        out ``(B, Sq, Hq, Dv)`` in q's dtype; with ``return_lse`` also lse ``(B, Hq, Sq)`` in fp32
+        (fp64 for fp64 inputs). Order: scale, score_mod, causal and window, mask_mod, softmax; all
+        masks compose. A row that sees no key gives 0, and -inf in lse.
+
+    Raises:
+        TypeError, ValueError: a wrong argument, named with its shape or value and what is accepted;
+            also a mod that cannot be traced, with the line at fault.
+        NotImplementedError: sinks; a gradient on CUDA (the CPU path has gradients).
+    """
+    if sinks is not None:
+        raise NotImplementedError(
+            "sinks are not supported yet: leave sinks=None, or append a key of zeros to k and v "
+            "and give it the sink's score in a score_mod"
+        )
+    mods = NO_MODS if score_mod is None and mask_mod is None else Mods.of(score_mod, mask_mod)
+    options = Options(causal, window, scale, return_lse, deterministic)
+    if isinstance(q, torch.Tensor) and q.is_cuda:
+        prepared = lookup((q, k, v), mods, options)
+        result, lse = on_gpu(prepared, (q, k, v), mods, out)
+    else:
+        result, lse = _on_cpu((q, k, v), mods, options, out)
+    return (result, lse) if return_lse else result
+
+
+Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+Result = tuple[torch.Tensor, torch.Tensor | None]
+
+
+def _on_cpu(qkv: Inputs, mods: Mods, options: Options, out: torch.Tensor | None) -> Result:
+    problem = Problem.of(*qkv, mods=mods, out=out, **options._asdict())
+    if out is not None and _wants_gradient(qkv, mods):
+        raise ValueError("out= has no gradient, but an input requires one; leave out, or no_grad()")
+    result, lse = cpu.attention(
+        *qkv,
+        bounds=problem.bounds,
+        scale=problem.scale,
+        score_mod=mods.score_mod,
+        mask_mod=mods.mask_mod,
+    )
+    return (result if out is None else out.copy_(result)), lse
+
+
+class Prepared(NamedTuple):
+    """What a call needs beside its tensors; ``kernel`` is None where there is nothing to compute.
+
+    ``ready``: the strides of q, k and v suit the kernel as they are. ``sign``: factor on q that
+    makes the scale positive, as the kernel's softmax takes it.
+    """
+
+    problem: Problem
+    kernel: Kernel | None
+    launch: Launch | None
+    ready: bool
+    sign: int
+
+
+_prepared: dict[tuple, Prepared] = {}
+
+
+def on_gpu(prepared: Prepared, qkv: Inputs, mods: Mods, out: torch.Tensor | None) -> Result:
+    """Run what ``lookup`` prepared: (out, lse), lse None unless the options ask for it."""
+    problem, kernel, launch, ready, sign = prepared
+    _refuse_gradient(qkv, mods)
+    if out is None:
+        result, lse = allocate(problem)
+    else:
+        check_out(problem, out)
+        result, lse = allocate(problem, out if _writable(out, (*qkv, *mods.captured)) else None)
+    if kernel is None:
+        result.zero_()
+        lse = lse if lse is None else lse.fill_(-math.inf)
+    else:
+        q, k, v = qkv
+        if sign != 1:
+            q = q * sign
+        if not ready or (q.data_ptr() | k.data_ptr() | v.data_ptr()) % ALIGNMENT:
+            q, k, v = kernel_ready(q), kernel_ready(k), kernel_ready(v)
+        launch = launch._replace(counter=counter(q.device))
+        kernel(Io(q, k, v, result, lse), _extra(mods), launch)
+    return (result if out is None or out is result else out.copy_(result)), lse
+
+
+def lookup(qkv: Inputs, mods: Mods, options: Options) -> Prepared:
+    """The prepared call for these facts, made and checked the first time."""
+    q, k, v = qkv
+    try:
+        key = (
+            *(q.shape, q.stride(), q.dtype, q.device),
+            *(k.shape, k.stride(), k.dtype, k.device),
+            *(v.shape, v.stride(), v.dtype, v.device),
+            options,
+        )
+        if mods is not NO_MODS:
+            key += (mods.keys, *((t.shape, t.device) for t in mods.captured))
+        prepared = _prepared.get(key)
+    except (AttributeError, TypeError):
+        # A list for the window, or no tensor at all: the checks below accept it or say what it is.
+        return _prepare(qkv, mods, options)
+    if prepared is None:
+        prepared = _prepare(qkv, mods, options)
+        if len(_prepared) >= PREPARED_LIMIT:
+            _prepared.clear()
+        _prepared[key] = prepared
+    return prepared
+
+
+def _prepare(qkv: Inputs, mods: Mods, options: Options) -> Prepared:
+    problem = Problem.of(*qkv, mods=mods, **options._asdict())
+    _refuse_gradient(qkv, mods)
+    if problem.empty:
+        return Prepared(problem, None, None, ready=True, sign=1)
+    plan = make_plan(problem, mods, current_target(problem.device))
+    sign, scale = positive_scale(problem.scale)
+    left, right = (0 if bound is None else bound for bound in problem.window)
+    launch = Launch(scale, left, right, sm_count(problem.device), None)
+    ready = all(kernel_ready(tensor) is tensor for tensor in qkv)
+    return Prepared(problem, compiled(plan), launch, ready, sign)
+
+
+def positive_scale(scale: float) -> tuple[int, float]:
+    """(sign, positive scale) with the same scores from sign * q: exact in every dtype.
+
+    The kernel's softmax takes the maximum before it scales, which holds for positive factors only;
+    one below fp32's normal numbers counts as zero.
+    """
+    if abs(scale) < SMALLEST_NORMAL_FLOAT32:
+        return 0, 1.0
+    return (1, scale) if scale > 0 else (-1, -scale)
+
+
+def _extra(mods: Mods) -> Extra:
+    if mods is NO_MODS:
+        return Extra()
+    return Extra(mods.captured or None, mods.scalars or None)
+
+
+def _wants_gradient(qkv: Inputs, mods: Mods) -> bool:
+    if not torch.is_grad_enabled():
+        return False
+    q, k, v = qkv
+    if q.requires_grad or k.requires_grad or v.requires_grad:
+        return True
+    return mods is not NO_MODS and any(tensor.requires_grad for tensor in mods.captured)
+
+
+def _refuse_gradient(qkv: Inputs, mods: Mods) -> None:
+    if _wants_gradient(qkv, mods):
+        raise NotImplementedError(
+            "the gradient on CUDA is not there yet, and an input requires one: call under "
+            "torch.no_grad(), detach the inputs, or train on CPU tensors, whose path has gradients"
+        )
+
+
+def _writable(out: torch.Tensor, inputs: tuple[Any, ...]) -> bool:
+    """A kernel may write ``out`` itself: ready in layout, and in a storage apart from inputs."""
+    storage = out.untyped_storage().data_ptr()
+    shared = any(tensor.untyped_storage().data_ptr() == storage for tensor in inputs)
+    return not shared and kernel_ready(out) is out

@@ -1,0 +1,192 @@
+"""The configuration of a kernel: the arguments of ``fa_cute.compile`` as one value, and as JSON."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fa_cute.host.planning import Mods, make_plan
+from fa_cute.host.target import check_target
+from fa_cute.mods.graph import Captured, Graph, Node
+from fa_cute.mods.trace import Traced
+from fa_cute.plan import Plan
+
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+Mod = Callable[..., Any] | Graph | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Configuration:
+    """What ``fa_cute.compile`` takes; a mod is a function, or a graph that was recorded."""
+
+    head_dim: int
+    dtype: torch.dtype | str
+    target: str
+    head_dim_v: int | None = None
+    direction: str = "forward"
+    causal: bool = False
+    window: tuple[bool, bool] = (False, False)
+    gqa_ratio: int = 1
+    score_mod: Mod = None
+    mask_mod: Mod = None
+    return_lse: bool = False
+    sinks: bool = False
+    deterministic: bool = False
+
+    @classmethod
+    def of(cls, plan: Plan) -> Configuration:
+        """The configuration that ``plan`` was made from; its mods are graphs."""
+        return cls(**{f.name: getattr(plan, f.name) for f in fields(cls)})
+
+    def arguments(self) -> dict[str, Any]:
+        """Keyword arguments for ``fa_cute.compile``."""
+        return {f.name: getattr(self, f.name) for f in fields(self)}
+
+    def plan(self) -> tuple[Plan, Mods]:
+        """The plan and its traced mods; ValueError for what no kernel exists for."""
+        if self.direction != "forward":
+            raise NotImplementedError(
+                f"direction {self.direction!r}: only 'forward' is there so far"
+            )
+        if self.sinks:
+            raise NotImplementedError("sinks are not there yet: pass sinks=False")
+        mods = Mods(*(_traced(name, getattr(self, name)) for name in Mods._fields))
+        return make_plan(self._asked(), mods, check_target(self.target)), mods
+
+    def _asked(self) -> _Asked:
+        return _Asked(
+            dtype=_dtype(self.dtype),
+            head_dim=self.head_dim,
+            head_dim_v=self.head_dim if self.head_dim_v is None else self.head_dim_v,
+            gqa_ratio=_ratio(self.gqa_ratio),
+            causal=bool(self.causal),
+            window=_window(self.window, self.causal),
+            return_lse=bool(self.return_lse),
+            deterministic=bool(self.deterministic),
+        )
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """The static half of a ``Problem``: what ``make_plan`` reads."""
+
+    dtype: torch.dtype
+    head_dim: int
+    head_dim_v: int
+    gqa_ratio: int
+    causal: bool
+    window: tuple[int | None, int | None]
+    return_lse: bool
+    deterministic: bool
+    device: str = "a compile without tensors"
+
+
+def _traced(name: str, mod: Mod) -> Traced | None:
+    if isinstance(mod, Graph):
+        return Traced(mod, (), ())
+    return getattr(Mods.of(**{"score_mod": None, "mask_mod": None, name: mod}), name)
+
+
+def _dtype(dtype: torch.dtype | str) -> torch.dtype:
+    found = DTYPES.get(str(dtype).removeprefix("torch."))
+    if found is None:
+        raise ValueError(f"dtype {dtype}: kernels take {' and '.join(DTYPES)}")
+    return found
+
+
+def _ratio(ratio: int) -> int:
+    if isinstance(ratio, bool) or not isinstance(ratio, int) or ratio < 1:
+        raise ValueError(f"gqa_ratio {ratio!r}: it is query heads a key/value head, 1 or more")
+    return ratio
+
+
+def _window(window: tuple[bool, bool], causal: bool) -> tuple[int | None, int | None]:
+    """Bounds that are there or not; a right one beside causal adds nothing, as in a call."""
+    if len(window) != 2 or not all(isinstance(side, bool) for side in window):
+        raise ValueError(f"window {window!r}: two booleans, whether a left and a right bound exist")
+    left, right = window
+    return (0 if left else None), (0 if right and not causal else None)
+
+
+def find_mod(text: str) -> Callable[..., Any]:
+    """The mod that ``text`` names: ``module:function``, ``file.py:function``, or a variant.
+
+    A variant that takes arguments gets the examples of ``fa_cute.variants``.
+    """
+    from fa_cute import variants
+
+    if text in variants.ALL:
+        (mod,) = variants.ALL[text].build("cpu", variants.Shape()).values()
+        return mod
+    where, _, name = text.rpartition(":")
+    if not where:
+        raise ValueError(
+            f"{text!r} is no variant; there are {', '.join(variants.ALL)}. A mod of your own is "
+            "named module:function or file.py:function"
+        )
+    if where.endswith(".py"):
+        spec = importlib.util.spec_from_file_location(Path(where).stem, where)
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    else:
+        module = importlib.import_module(where)
+    found = getattr(module, name, None)
+    if not callable(found):
+        raise ValueError(f"{text!r} names no function: {module.__name__} has no {name}")
+    return found
+
+
+def save(path: str | Path, configurations: Iterable[Mapping[str, Any]]) -> None:
+    """Write configurations as JSON; mods must be graphs, as recorded ones are, or None."""
+    rows = [
+        {name: _data(name, value) for name, value in configuration.items()}
+        for configuration in configurations
+    ]
+    Path(path).write_text(json.dumps(rows, indent=1) + "\n")
+
+
+def load(path: str | Path) -> list[dict[str, Any]]:
+    """Read arguments of ``fa_cute.compile`` from JSON: a list of objects.
+
+    A mod is null, a graph that ``save`` wrote, or a text that ``find_mod`` reads. ValueError if the
+    file is something else.
+    """
+    rows = json.loads(Path(path).read_text())
+    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+        raise ValueError(f"{path} holds no list of configurations")
+    return [Configuration(**{k: _value(k, v) for k, v in row.items()}).arguments() for row in rows]
+
+
+def _data(name: str, value: Any) -> Any:
+    if isinstance(value, Graph):
+        return {
+            "nodes": [[n.op, n.args, n.type, n.width, n.attr] for n in value.nodes],
+            "result": value.result,
+            "captured": [[c.dtype, c.ndim, c.inner] for c in value.captured],
+            "scalars": value.scalars,
+        }
+    if callable(value):
+        raise ValueError(
+            f"{name} is a function, which JSON cannot hold: record configurations with "
+            "fa_cute.recorded_configurations(), or write its name, 'module:function'"
+        )
+    return str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else value
+
+
+def _value(name: str, value: Any) -> Any:
+    if name == "window":
+        return tuple(value)
+    if name not in Mods._fields or value is None:
+        return value
+    if isinstance(value, str):
+        return find_mod(value)
+    nodes = (Node(op, tuple(args), *rest) for op, args, *rest in value["nodes"])
+    captured = (Captured(*c) for c in value["captured"])
+    return Graph(tuple(nodes), value["result"], tuple(captured), tuple(value["scalars"]))

@@ -1,0 +1,1 @@
+"""What kernels are made of: edges between warps, layouts, masks, softmax, the emitter of mods."""

@@ -1,0 +1,70 @@
+"""O and LSE from registers to global memory, row by row, no row beyond the last.
+
+A quad of threads holds 8 columns of a row as four pairs. A 4 x 4 transpose of packed pairs over the
+quad (two butterfly steps, four shuffles) turns 32 columns into one 16-byte vector a thread, and a
+quad then writes 64 contiguous bytes of a row. That needs no shared memory, so the loads of the next
+tile need not wait for the store of this one, any row stride is allowed, and a predicate a row keeps
+packed neighbours intact.
+"""
+
+from __future__ import annotations
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Uint32
+
+from fa_cute.device.mma_sm90 import FRAGMENT_ROWS
+
+QUAD = 4
+
+
+def transpose_quad(words: list[Uint32], lane: Int32) -> list[Uint32]:
+    """Word j of lane i becomes word i of lane j, within each quad of lanes."""
+    for distance in (1, 2):
+        upper = (lane & distance) != 0
+        out: list[Uint32] = list(words)
+        for j in range(QUAD):
+            if j & distance:
+                continue
+            keep_low, keep_high = words[j], words[j | distance]
+            sent = cutlass.select_(upper, keep_low, keep_high)
+            got = cute.arch.shuffle_sync_bfly(sent, offset=distance)
+            out[j] = cutlass.select_(upper, got, keep_low)
+            out[j | distance] = cutlass.select_(upper, keep_high, got)
+        words = out
+    return words
+
+
+@cute.jit
+def store_rows(o: cute.Tensor, g_out: cute.Tensor, row: Int32, rows: Int32) -> None:
+    """Write the accumulator ``o``, in the output's dtype, to ``row`` and ``row + 8`` of (Sq, Dv).
+
+    ``o`` keeps the accumulator's value order (pair, row, group of 8 columns); ``rows`` is Sq.
+    """
+    lane = cute.arch.lane_idx() % QUAD
+    pairs = cute.size(o) // (2 * FRAGMENT_ROWS)
+    words_of = cute.make_layout((FRAGMENT_ROWS, pairs), stride=(1, FRAGMENT_ROWS))
+    packed = cute.make_tensor(cute.recast_ptr(o.iterator, dtype=Uint32), words_of)
+    for r in cutlass.range_constexpr(FRAGMENT_ROWS):
+        vectors = []
+        for block in cutlass.range_constexpr(pairs // QUAD):
+            words = [packed[r, block * QUAD + j] for j in range(QUAD)]
+            vectors.append(transpose_quad(words, lane))
+        position = row + 8 * r
+        if position < rows:
+            g_row = cute.recast_tensor(g_out[position, None], Uint32)
+            for block in cutlass.range_constexpr(pairs // QUAD):
+                vector = cute.make_rmem_tensor(QUAD, Uint32)
+                for j in cutlass.range_constexpr(QUAD):
+                    vector[j] = vectors[block][j]
+                target = cute.local_tile(g_row, (QUAD,), (block * QUAD + lane,))
+                cute.autovec_copy(vector, target)
+
+
+@cute.jit
+def store_lse(logs: list[Float32], g_lse: cute.Tensor, row: Int32, rows: Int32) -> None:
+    """Write the log-sum-exp of rows ``row``, ``row + 8`` to ``g_lse`` (Sq,), one thread a quad."""
+    if cute.arch.lane_idx() % QUAD == 0:
+        for r in cutlass.range_constexpr(FRAGMENT_ROWS):
+            if row + 8 * r < rows:
+                g_lse[row + 8 * r] = logs[r]

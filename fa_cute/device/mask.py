@@ -1,0 +1,56 @@
+"""Bounds, causal and windows on a fragment of S: -inf where a row does not see a column.
+
+A row sees columns ``[low, high)`` of the whole sequence. Relative to the block and to the thread's
+own ``2 (t % 4)`` both are one register a row, and each element compares a constant with it.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32
+
+from fa_cute.device.mma_sm90 import FRAGMENT_ROWS, column_of
+from fa_cute.spans import Bounds
+
+
+class Limits(NamedTuple):
+    """Columns ``[low, high)`` that each of a thread's two rows sees; no left bound: ``low`` None.
+
+    Both are less the thread's ``2 (t % 4)``, so that ``column_of`` compares with them directly.
+    """
+
+    low: tuple[Int32, Int32] | None
+    high: tuple[Int32, Int32]
+
+
+def limits(bounds: Bounds, row: Int32, quad_column: Int32) -> Limits:
+    """The limits of ``row`` and ``row + 8`` under ``bounds``, for the thread at ``quad_column``."""
+    offset = bounds.seqlen_k - bounds.seqlen_q
+    low, high = [], []
+    for r in range(FRAGMENT_ROWS):
+        diagonal = row + 8 * r + offset
+        end = bounds.seqlen_k
+        if bounds.right is not None:
+            bound = diagonal + bounds.right + 1
+            end = cutlass.select_(bound < end, bound, end)
+        high.append(end - quad_column)
+        if bounds.left is not None:
+            low.append(diagonal - bounds.left - quad_column)
+    return Limits(tuple(low) if low else None, tuple(high))
+
+
+def apply(s: cute.Tensor, limit: Limits, kv_first: Int32) -> None:
+    """Write -inf into ``s`` (2, columns) at columns ``kv_first + ...`` outside the rows' limits."""
+    hidden = -Float32.inf
+    for r in range(FRAGMENT_ROWS):
+        high = limit.high[r] - kv_first
+        low = None if limit.low is None else limit.low[r] - kv_first
+        for i in range(cute.size(s, mode=[1])):
+            column = column_of(i)
+            seen = column < high
+            if low is not None:
+                seen = seen & (column >= low)
+            s[r, i] = cutlass.select_(seen, s[r, i], hidden)

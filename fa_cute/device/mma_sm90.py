@@ -1,0 +1,102 @@
+"""wgmma: shared-memory layouts, tiled MMAs, one gemm, and the fragment seen as rows and columns.
+
+A warpgroup multiplies 64 rows by N columns. Its fp32 accumulator gives thread ``t`` (of 128) the
+rows ``16 (t / 32) + (t % 32) / 4 + {0, 8}`` and the columns ``8 j + 2 (t % 4) + {0, 1}``. In value
+order the accumulator of S is (pair, row, j), and the A operand of the next wgmma, from registers,
+is (pair, row, half of k16, k16): the same order, so P needs a conversion and no movement.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+import cutlass.utils.hopper_helpers as hopper
+from cutlass import Float32
+from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
+from cutlass.tensor_utils import LayoutEnum
+
+ROWS = 64  # rows of one wgmma
+FRAGMENT_ROWS = 2  # rows a thread owns
+
+
+def smem_layout(dtype: type, rows: int, columns: int, stages: int) -> Any:
+    """Row-major (rows, columns, stages), in the widest swizzle that ``columns`` allows."""
+    kind = hopper.get_smem_layout_atom(LayoutEnum.ROW_MAJOR, dtype, columns)
+    atom = warpgroup.make_smem_layout_atom(kind, dtype)
+    return cute.tile_to_shape(atom, (rows, columns, stages), order=(0, 1, 2))
+
+
+def transposed(s: cute.Tensor) -> cute.Tensor:
+    """(n, d, stages) seen as (d, n, stages): V as the B operand of P V, without a copy."""
+    layout = cute.select(s.layout, mode=[1, 0, 2])
+    return cute.make_tensor(s.iterator, layout)
+
+
+def make_mma(dtype: type, warpgroups: int, columns: int, *, p_times_v: bool) -> cute.TiledMma:
+    """S = Q K^T (both K-major, from shared memory) or O += P V (P from registers, V MN-major)."""
+    source = warpgroup.OperandSource.RMEM if p_times_v else warpgroup.OperandSource.SMEM
+    b_major = OperandMajorMode.MN if p_times_v else OperandMajorMode.K
+    return hopper.make_trivial_tiled_mma(
+        dtype,
+        dtype,
+        OperandMajorMode.K,
+        b_major,
+        Float32,
+        (warpgroups, 1, 1),
+        (ROWS, columns),
+        source,
+    )
+
+
+def gemm(
+    mma: cute.TiledMma, acc: cute.Tensor, a: cute.Tensor, b: cute.Tensor, *, clear: bool
+) -> None:
+    """Issue ``acc = a b`` (clear) or ``acc += a b`` as one commit group; does not wait.
+
+    ``a`` (atom, m, k), ``b`` (atom, n, k): fragments or descriptors of one stage. The atoms are
+    made here because their flag must be a constant of the wgmma: one that travels as a kernel
+    argument is a predicate, keeps the old accumulator alive, and costs 64 registers and the
+    asynchrony.
+    """
+    warpgroup.fence()
+    adds = cute.make_mma_atom(mma.op)
+    adds.set(warpgroup.Field.ACCUMULATE, True)
+    overwrites = cute.make_mma_atom(mma.op)
+    overwrites.set(warpgroup.Field.ACCUMULATE, False)
+    for k in range(cute.size(a, mode=[2])):
+        atom = overwrites if clear and k == 0 else adds
+        cute.gemm(atom, acc, a[None, None, k], b[None, None, k], acc)
+    warpgroup.commit_group()
+
+
+def rows_and_columns(acc: cute.Tensor) -> cute.Tensor:
+    """The accumulator ((2, 2, N / 8), 1, 1) of one warpgroup's 64 rows, viewed as (2, N / 4)."""
+    groups = cute.size(acc) // 4
+    layout = cute.make_layout((FRAGMENT_ROWS, (2, groups)), stride=(2, (1, 4)))
+    return cute.make_tensor(acc.iterator, layout)
+
+
+def column_of(c: int) -> int:
+    """The column of fragment column ``c``, less the thread's own ``2 (t % 4)``."""
+    return 8 * (c // 2) + c % 2
+
+
+def convert(source: cute.Tensor, target: cute.Tensor) -> None:
+    """Round the fp32 fragment ``source`` into ``target``, value by value in the same order.
+
+    In pieces of one k16 step (8 values): a vector of 88 is legalised into halves and repacked,
+    which costs 45 PRMT a block and serialises the wgmmas that read it (128 x 176 tiles).
+    """
+    piece = 8
+    for start in range(0, cute.size(source), piece):
+        layout = cute.make_layout(piece)
+        fp32 = cute.make_tensor(source.iterator + start, layout)
+        rounded = cute.make_tensor(target.iterator + start, layout)
+        rounded.store(fp32.load().to(target.element_type))
+
+
+def row_of(thread: cutlass.Int32) -> cutlass.Int32:
+    """The first of the two rows of 64 that ``thread`` (0..127) owns; the other is 8 below."""
+    return (thread // 32) * 16 + (thread % 32) // 4

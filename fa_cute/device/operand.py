@@ -1,0 +1,49 @@
+"""A tensor that TMA loads: its copy atom, its view by coordinates, and the copy of one block."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import cutlass.cute as cute
+from cutlass import Int32
+from cutlass.cute.nvgpu import cpasync
+
+
+class TmaOperand(NamedTuple):
+    """``atom`` copies a (rows, columns) box; ``tensor`` (S, D, H, B) holds coordinates."""
+
+    atom: cute.CopyAtom
+    tensor: cute.Tensor
+
+
+def tma_operand(tensor: cute.Tensor, layout: Any, box: tuple[int, int]) -> TmaOperand:
+    """``tensor`` (B, S, H, D) loaded in boxes of ``box`` = (rows of S, columns of D).
+
+    ``layout`` is the staged shared-memory layout. Rows past S arrive as zeros, whatever memory
+    holds there.
+    """
+    by_row = cute.make_tensor(tensor.iterator, cute.select(tensor.layout, mode=[1, 3, 2, 0]))
+    one_stage = cute.select(layout, mode=[0, 1])
+    load = cpasync.CopyBulkTensorTileG2SOp()
+    return TmaOperand(*cpasync.make_tiled_tma_atom(load, by_row, one_stage, box, 1))
+
+
+def loader(
+    operand: TmaOperand, s: cute.Tensor, head: Int32, batch: Int32
+) -> Callable[[Int32, Any], None]:
+    """``load(block, slot)``: copy that block of the head's rows into the slot's stage."""
+    box = (cute.size(s, mode=[0]), cute.size(s, mode=[1]))
+    g = cute.local_tile(operand.tensor[None, None, head, batch], box, (None, 0))
+    to, of = cpasync.tma_partition(
+        operand.atom,
+        0,
+        cute.make_layout(1),
+        cute.group_modes(s, 0, 2),
+        cute.group_modes(g, 0, 2),
+    )
+
+    def load(block: Int32, slot: Any) -> None:
+        cute.copy(operand.atom, of[None, block], to[None, slot.index], tma_bar_ptr=slot.barrier)
+
+    return load

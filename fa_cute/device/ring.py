@@ -1,0 +1,188 @@
+"""Rings and turns: the only ways in which warps of a CTA wait for each other.
+
+A **ring** is a staged buffer between a producer warp and consumer warps, two mbarriers a stage:
+
+    producer   wait empty[i] -> expect bytes on full[i] -> TMA copies complete on full[i]
+               or, where the warp itself writes:  write -> arrive on full[i]
+    consumer   wait full[i]  -> read -> every consumer warp arrives on empty[i]
+
+A consumer warp's arrival speaks only for the reads of that warp: a wgmma reads its B operand once a
+warp, so all warps of every consumer warpgroup arrive.
+
+A **turn** orders warpgroups in strict rotation on named barriers (ping-pong).
+
+The DSL drops, silently, an advance that its dynamic loop does not carry. So a ring knows the region
+of code it was made in and refuses to advance elsewhere, and each slot must be released once: both
+are errors while tracing, and cost no instruction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32
+from cutlass._mlir import ir
+
+_REGIONS = ("scf.for", "scf.while", "scf.if")
+
+
+def region() -> Any:
+    """The dynamic loop or branch being traced, or None at the top of a function. Emits nothing."""
+    block = ir.InsertionPoint.current.block
+    while block is not None:
+        owner = getattr(block.owner, "operation", block.owner)
+        if owner.name in _REGIONS:
+            return owner
+        if owner.name.endswith((".func", ".module")):
+            return None
+        block = owner.block
+    return None
+
+
+class Slot:
+    """One stage of a ring, held: its ``index``, the ``barrier`` that a TMA copy completes on."""
+
+    def __init__(self, index: Int32, barrier: Any, empty: Any):
+        self.index, self.barrier = index, barrier
+        self._empty, self.released = empty, False
+
+    def release(self) -> None:
+        """This warp has read the slot: one lane arrives for it."""
+        assert not self.released, "a slot was released twice; each is released exactly once"
+        self.released = True
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive(self._empty)
+
+
+class Ring:
+    """One side of a staged buffer; ``spec`` is its row in the kernel's table.
+
+    ``full``/``empty`` point to the first of ``spec.stages`` mbarriers each. ``index`` and ``phase``
+    are what a dynamic loop carries. The producer starts a phase ahead: an empty ring is not waited
+    for.
+    """
+
+    def __init__(
+        self, spec: Any, barriers: tuple[Any, Any], state: tuple[Int32, Int32], slots: list
+    ):
+        self.spec, self.barriers = spec, barriers
+        self.index, self.phase = state
+        self.slots, self.home = slots, region()
+
+    @staticmethod
+    def producer(spec: Any, barriers: tuple[Any, Any]) -> Ring:
+        """The producer's side, at its start."""
+        return Ring(spec, barriers, (Int32(0), Int32(1)), [])
+
+    @staticmethod
+    def consumer(spec: Any, barriers: tuple[Any, Any]) -> Ring:
+        """A consumer's side, at its start."""
+        return Ring(spec, barriers, (Int32(0), Int32(0)), [])
+
+    def _at(self, barriers: Any) -> Any:
+        return barriers if self.spec.stages == 1 else barriers + self.index
+
+    def _advance(self) -> None:
+        here = region()
+        assert (here is None) == (self.home is None) and (here is None or here == self.home), (
+            f"ring {self.spec.name!r} advances in a loop or branch that does not carry it; "
+            "pass the ring into the loop's own body, or return it and rebind it"
+        )
+        if self.spec.stages == 1:
+            self.phase = self.phase ^ 1
+            return
+        following = self.index + 1
+        wraps = following == self.spec.stages
+        self.phase = self.phase ^ Int32(wraps)
+        self.index = cutlass.select_(wraps, Int32(0), following)
+
+    @contextmanager
+    def fill(self) -> Iterator[Slot]:
+        """Producer: wait until the next slot is free and hand it out.
+
+        Where TMA fills it, its bytes are announced first, and the copies made inside complete on
+        ``slot.barrier``. Where the warp writes it, the warp arrives when the block ends.
+        """
+        full, empty = (self._at(barriers) for barriers in self.barriers)
+        cute.arch.mbarrier_wait(empty, self.phase)
+        if self.spec.tx_bytes:
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_arrive_and_expect_tx(full, self.spec.tx_bytes)
+        yield Slot(self.index, full, None)
+        if not self.spec.tx_bytes:
+            cute.arch.sync_warp()
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_arrive(full)
+        self._advance()
+
+    def take(self) -> Slot:
+        """Consumer: wait for the next slot; it must be released exactly once."""
+        full, empty = self.barriers
+        cute.arch.mbarrier_wait(self._at(full), self.phase)
+        slot = Slot(self.index, self._at(full), self._at(empty))
+        self.slots.append(slot)
+        self._advance()
+        return slot
+
+    @contextmanager
+    def drain(self) -> Iterator[Slot]:
+        """Consumer: take the next slot, and release it at the end of the block."""
+        slot = self.take()
+        yield slot
+        slot.release()
+
+    def check(self) -> None:
+        """Every slot that was taken while tracing was released."""
+        held = sum(not slot.released for slot in self.slots)
+        assert not held, (
+            f"ring {self.spec.name!r}: {held} of {len(self.slots)} slots never released"
+        )
+
+    def __extract_mlir_values__(self) -> list:
+        return [self.index.ir_value(), self.phase.ir_value()]
+
+    def __new_from_mlir_values__(self, values: list) -> Ring:
+        state = Int32(values[0]), Int32(values[1])
+        return Ring(self.spec, self.barriers, state, self.slots)
+
+
+class Turns:
+    """Strict rotation of ``count`` warpgroups; ``first`` is the first of ``count`` named barriers.
+
+    Barrier i holds the turn of warpgroup i: 128 threads wait there, 128 arrive from the one before.
+    With one warpgroup there is nothing to order, and no instruction.
+    """
+
+    THREADS = 256
+
+    def __init__(self, first: int, count: int):
+        self.first, self.count = first, count
+
+    def open(self, warpgroup: Int32) -> None:
+        """The last warpgroup arrives once for the first: somebody has to start."""
+        if self.count > 1:
+            _open_turns(warpgroup, self)
+
+    def wait(self, warpgroup: Int32) -> None:
+        """Wait for this warpgroup's turn."""
+        if self.count > 1:
+            cute.arch.barrier(barrier_id=self.first + warpgroup, number_of_threads=self.THREADS)
+
+    def give(self, warpgroup: Int32) -> None:
+        """Pass the turn to the next warpgroup."""
+        if self.count > 1:
+            following = warpgroup + 1
+            following = cutlass.select_(following == self.count, Int32(0), following)
+            cute.arch.barrier_arrive(
+                barrier_id=self.first + following, number_of_threads=self.THREADS
+            )
+
+
+@cute.jit
+def _open_turns(warpgroup: Int32, turns: cutlass.Constexpr) -> None:
+    if warpgroup == turns.count - 1:
+        cute.arch.barrier_arrive(barrier_id=turns.first, number_of_threads=turns.THREADS)

@@ -1,0 +1,87 @@
+"""Which tile of queries a CTA takes next.
+
+All tiles are numbered in one dimension, so that batch x heads x tiles may pass 65,535. There are at
+most as many CTAs as SMs. CTA ``i`` starts with tile ``i`` and draws each following one from a
+counter in global memory, so that a CTA whose tiles are short takes more of them; its loads run
+under the epilogue of its last tile. The draw that finds the last number resets the counter: with
+``count`` tiles and ``n`` CTAs there are ``count - n`` draws that give a tile and ``n`` that give
+none, so the last of all returns ``count - 1``.
+
+The numbering decides what runs beside what:
+
+* ``section`` heads form a section whose K and V stay in L2 together; sections follow each other. A
+  power of two, so that head counts divide: sections of 6 of 32 heads leave one of 2, whose longest
+  tiles ran alone at the end (causal, S8k, d128: 609 TFLOP/s).
+* within a section the tile of queries is the slow index and the head the fast one when tiles differ
+  in length (causal, windows): the longest come first, so that the short ones fill the end.
+  Otherwise the tile is the fast index, so that neighbours read the same K and V.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, const_expr
+
+L2_SECTION_BYTES = 32 << 20  # of an H200's 60 MB; q and out stream through the rest
+SECTIONS = (64, 32, 16, 8, 4, 2)
+
+
+class Place(NamedTuple):
+    """Where a tile lies: its number among a head's tiles of queries, the query head, the batch."""
+
+    block: Int32
+    head: Int32
+    batch: Int32
+
+
+class Tiles(NamedTuple):
+    """``count`` tiles, ``blocks`` a head, ``heads`` a batch, ``section`` of ``rows`` heads."""
+
+    count: Int32
+    blocks: Int32
+    heads: Int32
+    section: Int32
+    rows: Int32
+
+    @staticmethod
+    def of(blocks: Int32, heads: Int32, batch: Int32, section: Int32) -> Tiles:
+        """Number ``blocks`` tiles of each of ``heads`` x ``batch`` heads."""
+        rows = heads * batch
+        return Tiles(blocks * rows, blocks, heads, section, rows)
+
+    def place(self, tile: Int32, longest_first: bool) -> Place:
+        """The place of tile number ``tile``."""
+        if const_expr(longest_first):
+            a_section = self.blocks * self.section
+            first = (tile // a_section) * self.section
+            rest = self.rows - first
+            width = cutlass.select_(rest < self.section, rest, self.section)
+            within = tile % a_section
+            block = self.blocks - 1 - within // width
+            row = first + within % width
+        else:
+            block = tile % self.blocks
+            row = tile // self.blocks
+        return Place(block, row % self.heads, row // self.heads)
+
+
+def section_of(head_bytes: Int32, ratio: int) -> Int32:
+    """Query heads a section, for K and V of ``head_bytes`` that ``ratio`` query heads share."""
+    section = Int32(1)
+    for size in reversed(SECTIONS):
+        section = cutlass.select_(head_bytes <= L2_SECTION_BYTES // size, Int32(size), section)
+    return section * ratio
+
+
+@cute.jit
+def draw(tiles: Tiles, counter: cute.Tensor, ctas: Int32) -> Int32:
+    """The next tile of this CTA, drawn by one lane for its warp; ``>= count`` when none is left."""
+    drawn = Int32(0)
+    if cute.arch.lane_idx() == 0:
+        drawn = cute.arch.atomic_add(counter.iterator, Int32(1), sem="relaxed", scope="gpu")
+        if drawn == tiles.count - 1:
+            counter[0] = 0
+    return cute.arch.shuffle_sync(drawn, 0) + ctas

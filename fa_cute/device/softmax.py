@@ -1,0 +1,106 @@
+"""Online softmax of one warpgroup's 64 rows, in base 2.
+
+Per row, with c = scale x log2 e (log2 e alone after a score_mod), over the blocks j visited so far:
+
+    m_j = max(m_{j-1}, max_kv S)            p = exp2(c S - c m_j)
+    l_j = l_{j-1} exp2(c (m_{j-1} - m_j)) + sum p        O likewise
+
+* A row that has seen nothing keeps m = -inf; the exponent then uses 0 in its place, locally, so
+  that exp2(-inf - 0) = 0 and the stored maximum stays -inf for the next block.
+* O is rescaled in every block, without a branch. Skipping it while the maximum rises by less than
+  log2 256 saves 64 FMUL a block, but the branch keeps the conversions of P, which follow it, from
+  filling the gaps between the exponentials: 658 against 664 TFLOP/s (128 x 176, d128, S8k).
+* l is kept by thread (each has a quarter of a row's columns) and summed over the quad once, at the
+  end.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32
+
+from fa_cute.device.mma_sm90 import FRAGMENT_ROWS
+
+LOG2_E = math.log2(math.e)
+LN_2 = math.log(2.0)
+CHAINS = 4  # independent maxima and sums a row: the latency of one chain of 32 would show
+
+
+def exp2(x: Float32) -> Float32:
+    """2^x by the hardware's approximation (relative error 2e-7); 2^-inf = 0."""
+    return cute.math.exp2(x, fastmath=True)
+
+
+class RowState:
+    """Maximum, sum and the last rescaling factor of a thread's rows, in registers."""
+
+    def __init__(self) -> None:
+        self.maximum = cute.make_rmem_tensor(FRAGMENT_ROWS, Float32)
+        self.sum = cute.make_rmem_tensor(FRAGMENT_ROWS, Float32)
+        self.scale = cute.make_rmem_tensor(FRAGMENT_ROWS, Float32)
+
+
+def _reduce(values: list, combine: Any) -> Any:
+    chains = values[:CHAINS]
+    for i, value in enumerate(values[CHAINS:]):
+        chains[i % CHAINS] = combine(chains[i % CHAINS], value)
+    while len(chains) > 1:
+        half = [combine(a, b) for a, b in zip(chains[::2], chains[1::2])]
+        chains = half + chains[len(half) * 2 :]
+    return chains[0]
+
+
+def _across_quad(value: Float32, combine: Any) -> Float32:
+    for distance in (1, 2):
+        value = combine(value, cute.arch.shuffle_sync_bfly(value, offset=distance))
+    return value
+
+
+def _add(a: Float32, b: Float32) -> Float32:
+    return a + b
+
+
+def exponentiate(s: cute.Tensor, state: RowState, c: Float32, *, first: bool) -> None:
+    """S becomes P in place, ``(2, columns)`` fp32, and ``state`` goes on to this block.
+
+    Unless it is the ``first`` block, ``state.scale`` is then what O is to be multiplied by.
+    """
+    columns = cute.size(s, mode=[1])
+    for r in range(FRAGMENT_ROWS):
+        row = [s[r, i] for i in range(columns)]
+        top = _across_quad(_reduce(row, cute.arch.fmax), cute.arch.fmax)
+        maximum = top if first else cute.arch.fmax(state.maximum[r], top)
+        shift = cutlass.select_(maximum == -Float32.inf, Float32(0.0), -maximum * c)
+        if not first:
+            state.scale[r] = exp2(cute.math.fma(state.maximum[r], c, shift))
+        state.maximum[r] = maximum
+        for i in range(columns):
+            row[i] = exp2(cute.math.fma(row[i], c, shift))
+            s[r, i] = row[i]
+        total = _reduce(row, _add)
+        state.sum[r] = total if first else cute.math.fma(state.sum[r], state.scale[r], total)
+
+
+def rescale(o: cute.Tensor, state: RowState) -> None:
+    """Multiply the rows of O ``(2, Dv / 4)`` by ``state.scale``."""
+    for r in range(FRAGMENT_ROWS):
+        for i in range(cute.size(o, mode=[1])):
+            o[r, i] = o[r, i] * state.scale[r]
+
+
+def finish(o: cute.Tensor, state: RowState, c: Float32) -> list[Float32]:
+    """Divide O by its sums; return the natural log-sum-exp of each row (-inf: nothing seen)."""
+    logs = []
+    for r in range(FRAGMENT_ROWS):
+        total = _across_quad(state.sum[r], _add)
+        empty = total == 0.0
+        inverse = cutlass.select_(empty, Float32(0.0), cute.arch.rcp_approx(total))
+        for i in range(cute.size(o, mode=[1])):
+            o[r, i] = o[r, i] * inverse
+        lse = state.maximum[r] * (c * LN_2) + cute.math.log2(total, fastmath=True) * LN_2
+        logs.append(cutlass.select_(empty, -Float32.inf, lse))
+    return logs

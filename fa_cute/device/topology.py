@@ -1,0 +1,132 @@
+"""A kernel's two tables, and all that follows from them.
+
+A kernel states its warps (``Role``) and its staged buffers (``RingSpec``) as data. From the tables
+come the thread count, the register budget, the mbarriers in shared memory, their initial counts,
+the rings of each side, and the diagram in the docs. Budgets are checked here, with the sum in the
+message, because a plan that does not fit must not become a launch error.
+"""
+
+from __future__ import annotations
+
+from collections import namedtuple
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+
+from fa_cute.device.ring import Ring
+
+REGISTERS_PER_SM = 65536
+SHARED_MEMORY_LIMIT = 232448  # 227 KiB, what one CTA of sm_90 may have
+WARPGROUP = 128
+
+
+@dataclass(frozen=True)
+class Role:
+    """One duty: ``warpgroups`` whole warpgroups with ``registers`` a thread; ``active`` warps work.
+
+    ``setmaxnreg`` is executed by all four warps of a warpgroup, idle ones too, so registers belong
+    to warpgroups and a role covers whole ones.
+    """
+
+    name: str
+    warpgroups: int
+    registers: int
+    active: int
+    duty: str
+
+
+@dataclass(frozen=True)
+class RingSpec:
+    """A staged buffer: TMA fills ``tx_bytes`` a stage (0: the producer warp writes it itself).
+
+    One arrival a consumer warp empties it.
+    """
+
+    name: str
+    stages: int
+    tx_bytes: int
+    producer: str
+    consumer: str
+    why: str
+
+
+@dataclass(frozen=True)
+class Topology:
+    """The two tables of one kernel; roles in the order of their warpgroups."""
+
+    roles: tuple[Role, ...]
+    rings: tuple[RingSpec, ...]
+
+    def __post_init__(self) -> None:
+        need = sum(r.warpgroups * WARPGROUP * r.registers for r in self.roles)
+        terms = " + ".join(f"{r.warpgroups * WARPGROUP}x{r.registers}" for r in self.roles)
+        assert need <= REGISTERS_PER_SM, (
+            f"the roles need {terms} = {need} registers; an SM has {REGISTERS_PER_SM}"
+        )
+
+    @property
+    def threads(self) -> int:
+        """Threads a CTA."""
+        return WARPGROUP * sum(role.warpgroups for role in self.roles)
+
+    def role(self, name: str) -> Role:
+        """The role of that name."""
+        return next(role for role in self.roles if role.name == name)
+
+    def first_warpgroup(self, name: str) -> int:
+        """The number of the role's first warpgroup."""
+        names = [role.name for role in self.roles]
+        return sum(role.warpgroups for role in self.roles[: names.index(name)])
+
+    def storage(self, buffers: dict[str, tuple[type, int]]) -> Any:
+        """The shared-memory struct: two mbarriers a stage, each buffer of ``(dtype, elements)``."""
+        fields: dict[str, Any] = {
+            f"bar_{ring.name}": cute.struct.MemRange[cutlass.Int64, 2 * ring.stages]
+            for ring in self.rings
+        }
+        total = 16 * sum(ring.stages for ring in self.rings)
+        for name, (dtype, elements) in buffers.items():
+            memory = cute.struct.MemRange[dtype, elements]
+            fields[name] = cute.struct.Align[memory, 1024]
+            total = -(-total // 1024) * 1024 + elements * dtype.width // 8
+        assert total <= SHARED_MEMORY_LIMIT, (
+            f"barriers and {', '.join(buffers)} need {total} bytes of shared memory; "
+            f"a CTA may have {SHARED_MEMORY_LIMIT}"
+        )
+        return cute.struct(type("SharedStorage", (), {"__annotations__": fields}))
+
+    def initialise(self, storage: Any) -> None:
+        """Set the arrival counts; one thread calls it, before the CTA's first barrier."""
+        for ring in self.rings:
+            full, empty = self._barriers(ring, storage)
+            consumers = 4 * self.role(ring.consumer).warpgroups
+            for stage in range(ring.stages):
+                cute.arch.mbarrier_init(full + stage, 1)
+                cute.arch.mbarrier_init(empty + stage, consumers)
+
+    def rings_of(self, side: str, storage: Any) -> Any:
+        """A NamedTuple of every ring, seen from ``side``: "producer" or "consumer"."""
+        make = getattr(Ring, side)
+        kind = namedtuple("Rings", [ring.name for ring in self.rings])
+        return kind(*(make(ring, self._barriers(ring, storage)) for ring in self.rings))
+
+    def _barriers(self, ring: RingSpec, storage: Any) -> tuple[Any, Any]:
+        full = getattr(storage, f"bar_{ring.name}").data_ptr()
+        return full, full + ring.stages
+
+    def diagram(self) -> str:
+        """Roles and rings as text, for ``explain`` and the docs."""
+        lines = [
+            f"{role.name:<10} warps {4 * self.first_warpgroup(role.name)}.."
+            f"{4 * (self.first_warpgroup(role.name) + role.warpgroups) - 1}, "
+            f"{role.registers} registers: {role.duty}"
+            for role in self.roles
+        ]
+        lines += [
+            f"{ring.producer} -> {ring.name}[{ring.stages}] ({ring.tx_bytes} bytes) -> "
+            f"{ring.consumer}: {ring.why}"
+            for ring in self.rings
+        ]
+        return "\n".join(lines)

@@ -1,0 +1,1 @@
+"""What the host decides before a launch: the problem, its plan, its configuration, its kernel."""

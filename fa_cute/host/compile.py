@@ -1,0 +1,389 @@
+"""Plan → kernel: from memory, from disk, or compiled, linked and published.
+
+Only a compile imports the compiler (``cutlass``) and the kernels, inside the functions that need
+them; a warm call and a load from disk never do.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import importlib.metadata
+import os
+import re
+import shutil
+import subprocess
+import tempfile
+import threading
+import time
+import warnings
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from fa_cute.host import cache, launch, target
+from fa_cute.host.launch import Kernel, Resources
+from fa_cute.mods.graph import Captured, Graph
+from fa_cute.plan import Extra, Io, Launch, Plan
+
+ABI = "1"
+# What a kernel is made from; nothing else in the package can change one for a given plan.
+SOURCES = ("device", "kernels", "mods/graph.py", "plan.py", "spans.py", "host/compile.py")
+COMPILER = "nvidia-cutlass-dsl"
+LINKERS = ("cc", "gcc", "clang", "ld", "ld.lld")
+
+_memory: dict[Plan, Kernel] = {}
+_bundles: list[cache.Store] = []
+_flights: dict[str, threading.Lock] = {}
+_flights_guard = threading.Lock()
+_compiler_lock = threading.Lock()
+
+
+def compiled(plan: Plan) -> Kernel:
+    """The kernel of ``plan``: from memory, else from disk, else compiled and kept on disk."""
+    kernel = _memory.get(plan)
+    return _obtain(plan) if kernel is None else kernel
+
+
+def in_memory(plan: Plan) -> bool:
+    """Whether ``compiled(plan)`` would answer from memory."""
+    return plan in _memory
+
+
+def plans_in_memory() -> list[Plan]:
+    """The plans whose kernels this process has used, in the order of their first use."""
+    return list(_memory)
+
+
+def also_look_in(store: cache.Store) -> None:
+    """Look for kernels in ``store`` too, after the cache on disk: a loaded bundle."""
+    _bundles.append(store)
+
+
+def forget() -> None:
+    """Drop the kernels in memory; those on disk stay."""
+    _memory.clear()
+
+
+def key_parts(plan: Plan) -> dict[str, str]:
+    """All that identifies the machine code of ``plan``'s kernel, named, stable on every host."""
+    return {**plan.parts(), **host_parts()}
+
+
+def host_parts() -> dict[str, str]:
+    """The parts of a key that do not come from the plan."""
+    return {
+        "abi": ABI,
+        "compiler": _compiler_version(),
+        "cuda": str(target.cuda_flavour()),
+        "host": target.host_arch(),
+        "sources": _fingerprint(),
+    }
+
+
+def key_of(parts: Mapping[str, str]) -> str:
+    """The digest of ``key_parts``: 32 hexadecimal digits."""
+    text = "\n".join(f"{name}={parts[name]}" for name in sorted(parts))
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+@functools.cache
+def _compiler_version() -> str:
+    # A host that only loads kernels has the runtime's package, of the same version.
+    for name in (COMPILER, *(f"{COMPILER}-libs-cu{flavour}" for flavour in (13, 12))):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            return importlib.metadata.version(name)
+    return "none"
+
+
+@functools.cache
+def _fingerprint() -> str:
+    root = Path(__file__).resolve().parent.parent
+    digest = hashlib.sha256()
+    for name in SOURCES:
+        files = sorted((root / name).rglob("*.py")) if (root / name).is_dir() else [root / name]
+        for path in files:
+            text = path.read_bytes()
+            digest.update(f"{path.relative_to(root).as_posix()} {len(text)}\n".encode() + text)
+    return digest.hexdigest()[:16]
+
+
+def _obtain(plan: Plan) -> Kernel:
+    parts = key_parts(plan)
+    key = key_of(parts)
+    with _flights_guard:
+        flight = _flights.setdefault(key, threading.Lock())
+    with flight:
+        kernel = _memory.get(plan)
+        if kernel is None:
+            kernel = _memory[plan] = _from_disk_or_compiler(plan, key, parts)
+    return kernel
+
+
+def _from_disk_or_compiler(plan: Plan, key: str, parts: Mapping[str, str]) -> Kernel:
+    store = cache.opened()
+    kernel = _from_disk(store, plan, key)
+    if kernel is not None:
+        return kernel
+    with contextlib.ExitStack() as stack:
+        if store is not None:
+            try:
+                stack.enter_context(store.single_flight(key))
+            except OSError as error:
+                cache.unwritable(error, store.path)
+            kernel = _from_disk(store, plan, key)
+            if kernel is not None:
+                return kernel
+            if cache.logging():
+                cache.log(f"miss {key}: {store.why_missed(parts)}")
+        return _from_compiler(store, plan, key, parts)
+
+
+def _from_disk(store: cache.Store | None, plan: Plan, key: str) -> Kernel | None:
+    started = time.perf_counter()
+    stores = _bundles if store is None else (store, *_bundles)
+    entry = next(filter(None, (place.read(key) for place in stores)), None)
+    if entry is None:
+        return None
+    kernel = _kernel(plan, entry.path, entry.about, "disk", started)
+    cache.log(f"hit {key}, loaded in {1e3 * kernel.seconds:.1f} ms")
+    return kernel
+
+
+def _kernel(
+    plan: Plan, path: Path, about: Mapping[str, Any], source: str, started: float
+) -> Kernel:
+    function = launch.load(path) if about["linked"] else _load_unlinked(path)
+    return Kernel(
+        plan,
+        about["key"],
+        function,
+        resources=Resources(**about["resources"]),
+        source=source,
+        seconds=time.perf_counter() - started,
+    )
+
+
+def _from_compiler(
+    store: cache.Store | None, plan: Plan, key: str, parts: Mapping[str, str]
+) -> Kernel:
+    started = time.perf_counter()
+    with tempfile.TemporaryDirectory(prefix="fa_cute-") as scratch:
+        built = build(plan, Path(scratch))
+        about = {
+            "key": key,
+            "parts": dict(parts),
+            "mods": {name: graph.describe() for name, graph in _mods(plan)},
+            "linked": built.linked,
+            "resources": built.resources._asdict(),
+            "seconds": round(time.perf_counter() - started, 3),
+        }
+        path = built.path
+        if store is not None:
+            try:
+                path = store.publish(key, path.read_bytes(), about).path
+            except OSError as error:
+                cache.unwritable(error, store.path)
+        kernel = _kernel(plan, path, about, "compiled", started)
+    cache.log(f"compiled {key} in {kernel.seconds:.2f} s")
+    return kernel
+
+
+def _mods(plan: Plan) -> list[tuple[str, Graph]]:
+    pairs = (("score_mod", plan.score_mod), ("mask_mod", plan.mask_mod))
+    return [(name, graph) for name, graph in pairs if graph is not None]
+
+
+class Built(NamedTuple):
+    """A compiled object: its file, whether it is linked, and what ptxas reported."""
+
+    path: Path
+    linked: bool
+    resources: Resources
+
+
+def build(plan: Plan, scratch: Path) -> Built:
+    """Compile and link the kernel of ``plan`` into the folder ``scratch``."""
+    # One compile a process at a time: the compiler keeps its state in globals.
+    with _compiler_lock:
+        function, remarks = _compile(plan, scratch)
+        shared = _shared_memory(str(function.ir_module))
+        unlinked = scratch / "kernel.o"
+        function.export_to_c(object_file_path=str(unlinked), function_name=launch.SYMBOL)
+    resources = Resources(*_ptxas(remarks), shared)
+    linked = scratch / "kernel.so"
+    if _link(unlinked, linked):
+        return Built(linked, True, resources)
+    return Built(unlinked, False, resources)
+
+
+def _compile(plan: Plan, scratch: Path) -> tuple[Any, str]:
+    import cutlass.cute as cute
+    from cutlass.cute.runtime import make_fake_stream
+
+    remarks = scratch / "remarks.yaml"
+    options = " ".join(
+        (
+            "--enable-tvm-ffi",
+            f"--gpu-arch {target.arch_of(plan.target)}",
+            f"--remark-filter ptxas --remark-output {remarks}",
+        )
+    )
+    stream = make_fake_stream(use_tvm_ffi_env_stream=True)
+    with _no_tuple_warnings():
+        function = cute.compile(
+            _entry(plan), *_fake_arguments(plan), stream, options=options, no_jit_engine=True
+        )
+    return function, remarks.read_text() if remarks.exists() else ""
+
+
+def _entry(plan: Plan) -> Any:
+    from fa_cute.kernels.fwd_sm90 import FwdSm90
+
+    kernels = {("forward", "sm_90a"): FwdSm90}
+    found = kernels.get((plan.direction, plan.target))
+    if found is None:
+        raise ValueError(
+            f"there is no {plan.direction} kernel for {plan.target}; there are "
+            + ", ".join(f"{direction} for {name}" for direction, name in kernels)
+        )
+    return found(plan)
+
+
+@contextlib.contextmanager
+def _no_tuple_warnings() -> Iterator[None]:
+    """An ``Extra`` with only None in it makes the compiler warn, and works."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Argument extra .* cannot be converted")
+        yield
+
+
+def _fake_arguments(plan: Plan) -> tuple[Io, Extra, Launch]:
+    """Tensors and numbers of the kernel's types: lengths and strides are unknowns."""
+    import cutlass
+    from cutlass import Float32, Int32
+
+    q, k, v, out = (
+        _fake_operand(plan.dtype, width)
+        for width in (plan.head_dim, plan.head_dim, plan.head_dim_v, plan.head_dim_v)
+    )
+    lse = _fake_lse() if plan.return_lse else None
+    graphs = [graph for _, graph in _mods(plan)]
+    numbers = {"float32": Float32, "int32": Int32, "bool": cutlass.Boolean}
+    captured = tuple(_fake_captured(c) for graph in graphs for c in graph.captured)
+    scalars = tuple(numbers[kind](0) for graph in graphs for kind in graph.scalars)
+    return (
+        Io(q, k, v, out, lse),
+        Extra(captured or None, scalars or None),
+        Launch(Float32(0), Int32(0), Int32(0), Int32(0), _fake_counter()),
+    )
+
+
+def _element(dtype: str) -> Any:
+    import cutlass
+
+    special = {
+        "bool": "Uint8",
+        "bfloat16": "BFloat16",
+        "float8_e4m3fn": "Float8E4M3FN",
+        "float8_e5m2": "Float8E5M2",
+    }
+    return getattr(cutlass, special.get(dtype, dtype.capitalize()))
+
+
+def _fake_operand(dtype: str, width: int) -> Any:
+    """(B, S, H, width): the last dimension contiguous, rows on 16 bytes."""
+    import cutlass.cute as cute
+    from cutlass.cute.runtime import make_fake_tensor
+
+    element = _element(dtype)
+    step = 128 // element.width
+    shape = (*(cute.sym_int() for _ in range(3)), width)
+    stride = (*(cute.sym_int64(divisibility=step) for _ in range(3)), 1)
+    return make_fake_tensor(element, shape, stride, assumed_align=16)
+
+
+def _fake_lse() -> Any:
+    """(B, Hq, Sq) of float32, the last dimension contiguous."""
+    import cutlass.cute as cute
+    from cutlass.cute.runtime import make_fake_tensor
+
+    shape = tuple(cute.sym_int() for _ in range(3))
+    stride = (cute.sym_int64(), cute.sym_int64(), 1)
+    return make_fake_tensor(_element("float32"), shape, stride, assumed_align=4)
+
+
+def _fake_counter() -> Any:
+    from cutlass.cute.runtime import make_fake_compact_tensor
+
+    return make_fake_compact_tensor(_element("int32"), (1,))
+
+
+def _fake_captured(captured: Captured) -> Any:
+    """Any shape and strides; the last dimension is static where a partial index makes it so."""
+    import cutlass.cute as cute
+    from cutlass.cute.runtime import make_fake_tensor
+
+    element = _element(captured.dtype)
+    shape = [cute.sym_int() for _ in range(captured.ndim)]
+    if captured.inner is not None:
+        shape[-1] = captured.inner
+    stride = tuple(cute.sym_int64() for _ in range(captured.ndim))
+    return make_fake_tensor(element, tuple(shape), stride, assumed_align=element.width // 8)
+
+
+def _ptxas(remarks: str) -> tuple[int, int]:
+    """Registers a thread and spilled bytes from ptxas's report; the largest of its kernels."""
+    registers = [int(n) for n in re.findall(r"Used (\d+) registers", remarks)]
+    spills = re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", remarks)
+    return max(registers, default=0), max((max(map(int, pair)) for pair in spills), default=0)
+
+
+def _shared_memory(module: str) -> int:
+    """Bytes of dynamic shared memory at the launch, from the third member of its configuration.
+
+    ptxas counts only static shared memory, of which these kernels have none.
+    """
+    config = re.escape("struct<(array<3 x i32>, array<3 x i32>, i64, ptr, ptr, i32)>")
+    sizes = [0]
+    for function in module.split("llvm.func"):
+        for place in re.findall(rf"(%\d+) = llvm\.getelementptr %\d+\[0, 2\].*{config}", function):
+            value = re.search(rf"llvm\.store (%\d+), {place} : i64", function)
+            size = value and re.search(
+                rf"{value[1]} = llvm\.mlir\.constant\((\d+) : i64\)", function
+            )
+            sizes += [int(size[1])] if size else []
+    return max(sizes)
+
+
+def _link(unlinked: Path, linked: Path) -> bool:
+    """Make a shared object with the host's linker; False, said once, if there is none."""
+    named = os.environ.get("CC")
+    for name in ((named,) if named else ()) + LINKERS:
+        tool = shutil.which(name)
+        if tool is None:
+            continue
+        run = subprocess.run(
+            [tool, "-shared", "-o", str(linked), str(unlinked)], capture_output=True, text=True
+        )
+        if run.returncode == 0:
+            return True
+        raise RuntimeError(f"{tool} could not link a kernel: {run.stderr.strip()}")
+    cache.warn_once(
+        "no linker was found (cc, gcc, clang, ld): kernels are kept unlinked, and each process "
+        "that loads one imports the compiler for it. Installing gcc makes loads fast."
+    )
+    return False
+
+
+def _load_unlinked(path: Path) -> Any:
+    """The kernel's function in an object that was kept unlinked, through the compiler's loader."""
+    from cutlass.cute.runtime import load_module
+
+    with tempfile.TemporaryDirectory(prefix="fa_cute-") as scratch:
+        if path.suffix != ".o":
+            code, _ = cache.unpack(path.read_bytes())
+            path = Path(scratch, "kernel.o")
+            path.write_bytes(code)
+        return getattr(load_module(str(path), enable_tvm_ffi=True), launch.SYMBOL)

@@ -1,0 +1,84 @@
+"""A loaded kernel: the call ABI, and how a shared object on disk becomes one.
+
+A kernel takes ``(Io, Extra, Launch)``; TVM-FFI passes the tuples member by member, checks dtype,
+rank, alignment and device of each tensor, switches to the tensors' device, and launches on torch's
+current stream there. Nothing here imports the
+compiler.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from fa_cute.host import target
+from fa_cute.plan import Extra, Io, Launch, Plan
+
+SYMBOL = "fa_cute_kernel"
+
+
+class Resources(NamedTuple):
+    """What ptxas reports of a kernel, and its shared memory: registers a thread, then bytes."""
+
+    registers: int
+    spill_bytes: int
+    shared_memory: int
+
+
+class Kernel:
+    """One compiled kernel, ready to launch.
+
+    ``source`` says where it came from in this process ("disk" or "compiled"), ``seconds`` how long
+    that took.
+    """
+
+    __slots__ = ("_function", "_has_bool", "key", "plan", "resources", "seconds", "source")
+
+    def __init__(
+        self,
+        plan: Plan,
+        key: str,
+        function: Callable[..., Any],
+        *,
+        resources: Resources,
+        source: str,
+        seconds: float,
+    ) -> None:
+        self._function = function
+        self.plan = plan
+        self.key = key
+        self.resources = resources
+        self.source = source
+        self.seconds = seconds
+        graphs = [graph for graph in (plan.score_mod, plan.mask_mod) if graph is not None]
+        self._has_bool = any(c.dtype == "bool" for graph in graphs for c in graph.captured)
+
+    def __call__(self, io: Io, extra: Extra, launch: Launch) -> None:
+        """Launch on torch's current stream of the tensors' device; does not wait."""
+        if self._has_bool:
+            # DLPack's bool is a type of its own that the compiler's tensors lack.
+            extra = extra._replace(captured=tuple(map(_without_bool, extra.captured)))
+        self._function(io, extra, launch)
+
+
+def _without_bool(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(torch.uint8) if tensor.dtype is torch.bool else tensor
+
+
+@functools.cache
+def _load_runtime() -> None:
+    # Kernels leave the runtime's symbols undefined, so these must be visible to all.
+    ctypes.CDLL(str(target.runtime_library()), mode=ctypes.RTLD_GLOBAL)
+
+
+def load(path: Path) -> Callable[..., Any]:
+    """The kernel's function in the linked object at ``path``. Needs no GPU and no compiler."""
+    import tvm_ffi
+
+    _load_runtime()
+    return tvm_ffi.load_module(str(path))[SYMBOL]

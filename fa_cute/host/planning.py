@@ -1,0 +1,104 @@
+"""From a checked problem and traced mods to the ``Plan``: the static decisions of one kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from fa_cute.host import configs
+from fa_cute.plan import Plan
+
+if TYPE_CHECKING:
+    from fa_cute.host.problem import Problem
+    from fa_cute.mods.trace import Traced
+
+SUPPORTED_TARGETS = ("sm_90a",)
+
+
+class Mods(NamedTuple):
+    """The traced mods of a call; None where there is none."""
+
+    score_mod: Traced | None = None
+    mask_mod: Traced | None = None
+
+    @classmethod
+    def of(cls, score_mod: Callable | None, mask_mod: Callable | None) -> Mods:
+        """Trace both functions; TypeError for what is not callable."""
+        from fa_cute.mods.trace import trace_mask_mod, trace_score_mod
+
+        for name, mod in (("score_mod", score_mod), ("mask_mod", mask_mod)):
+            if mod is not None and not callable(mod):
+                raise TypeError(f"{name} must be a function or None, not {type(mod).__name__}")
+        return cls(
+            None if score_mod is None else trace_score_mod(score_mod),
+            None if mask_mod is None else trace_mask_mod(mask_mod),
+        )
+
+    def present(self) -> Iterator[tuple[str, Traced]]:
+        """(name, traced) of the mods that are there: score_mod first, as the kernel takes them."""
+        for name, traced in zip(self._fields, self, strict=True):
+            if traced is not None:
+                yield name, traced
+
+    @property
+    def keys(self) -> tuple[str | None, str | None]:
+        """The graphs' digests, None for a mod that is not there."""
+        score_mod, mask_mod = self
+        first = None if score_mod is None else score_mod.graph.key
+        return first, None if mask_mod is None else mask_mod.graph.key
+
+    @property
+    def captured(self) -> tuple[torch.Tensor, ...]:
+        """Captured tensors: score_mod's, then mask_mod's."""
+        score_mod, mask_mod = self
+        first = () if score_mod is None else score_mod.captured
+        return first if mask_mod is None else first + mask_mod.captured
+
+    @property
+    def scalars(self) -> tuple[Any, ...]:
+        """Captured 0-d CPU tensors as numbers: score_mod's, then mask_mod's."""
+        score_mod, mask_mod = self
+        first = () if score_mod is None else score_mod.scalars
+        return first if mask_mod is None else first + mask_mod.scalars
+
+
+NO_MODS = Mods()
+
+
+def make_plan(problem: Problem, mods: Mods, target: str) -> Plan:
+    """The plan of a forward for ``target`` ("sm_90a"); ValueError for a target without kernels.
+
+    The forward is deterministic by construction (one CTA owns a row of the output and visits its
+    blocks in a fixed order), so ``deterministic`` is False in its plan and never splits the cache.
+    """
+    if target not in SUPPORTED_TARGETS:
+        raise ValueError(
+            f"fa_cute has kernels for {', '.join(SUPPORTED_TARGETS)} (Hopper), not for {target} "
+            f"of {problem.device}; CPU tensors run anywhere, through fa_cute.attention on q.cpu()"
+        )
+    score_mod, mask_mod = (None if traced is None else traced.graph for traced in mods)
+    window = tuple(bound is not None for bound in problem.window)
+    config = configs.fwd_sm90(
+        problem.head_dim,
+        problem.head_dim_v,
+        cut=problem.causal or any(window),
+        modified=score_mod is not None or mask_mod is not None,
+    )
+    return Plan(
+        direction="forward",
+        dtype=str(problem.dtype).removeprefix("torch."),
+        head_dim=problem.head_dim,
+        head_dim_v=problem.head_dim_v,
+        gqa_ratio=problem.gqa_ratio,
+        causal=problem.causal,
+        window=window,
+        score_mod=score_mod,
+        mask_mod=mask_mod,
+        return_lse=problem.return_lse,
+        sinks=False,
+        deterministic=False,
+        target=target,
+        config=config,
+    )

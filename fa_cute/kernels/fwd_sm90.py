@@ -1,0 +1,418 @@
+"""Attention forward on Hopper: O = softmax(mod(scale Q K^T)) V, one tile of queries after another.
+
+One producer warp, and ``tile_m / 64`` consumer warpgroups of 64 rows each. Within a consumer S of
+the next block is multiplied while the softmax of this one runs (it is issued before P V, so that
+both are in flight at once); between consumers, turns keep one on the tensor cores while the other
+is on the exponentials:
+
+    load        next K0 Q K1 V0 K2 V1 ...
+    consumer 0  [S0] exp [S1 PV0]......exp [S2 PV1]......exp      [PVn] O/l, store
+    consumer 1           [S0] exp [S1 PV0]......exp [S2 PV1]......
+                          a turn passes when its bracket has been issued
+
+Roles and rings are the tables of ``topology`` below. Blocks of keys are visited from the last to
+the first (``spans.kv_spans``): one peeled block with every mask, then spans, each a traced body.
+Order on a score: scale, score_mod, bounds (length, causal, window), mask_mod, softmax.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, const_expr
+from cutlass.cute.nvgpu import cpasync, warpgroup
+
+from fa_cute.device import epilogue, mask, mma_sm90, score, softmax
+from fa_cute.device.operand import TmaOperand, loader, tma_operand
+from fa_cute.device.ring import Turns
+from fa_cute.device.scheduler import Place, Tiles, draw, section_of
+from fa_cute.device.topology import WARPGROUP, RingSpec, Role, Topology
+from fa_cute.plan import Extra, Io, Launch, Plan
+from fa_cute.spans import Arithmetic, Bounds, KvSpans, kv_spans
+
+DTYPES = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16}
+TURNS = 1  # the first named barrier of the turns; 0 is the CTA's own
+NEXT_STAGES = 2
+
+
+def topology(plan: Plan) -> Topology:
+    """Who works, and what each waits for."""
+    c = plan.config
+    q_bytes = c.tile_m * plan.head_dim * 2
+    k_bytes = c.tile_n * plan.head_dim * 2
+    v_bytes = c.tile_n * plan.head_dim_v * 2
+    return Topology(
+        roles=(
+            Role("load", 1, c.producer_registers, 1, "draws tiles; TMA loads of Q, K and V"),
+            Role("math", c.consumers, c.consumer_registers, 4, "wgmma, softmax, stores"),
+        ),
+        rings=(
+            RingSpec("next", NEXT_STAGES, 0, "load", "math", "the tile after this one"),
+            RingSpec("q", c.q_stages, q_bytes, "load", "math", "freed after the tile's last S"),
+            RingSpec("k", c.kv_stages, k_bytes, "load", "math", "freed when S is there"),
+            RingSpec("v", c.kv_stages, v_bytes, "load", "math", "freed when P V is there"),
+        ),
+    )
+
+
+class Buffers(NamedTuple):
+    """Shared memory: q (tile_m, D, stages), k (tile_n, D, ·), v (tile_n, Dv, ·), next (stages,).
+
+    ``scratch``: 32-bit words of the mods' diagonals, one part a consumer warpgroup, or None.
+    """
+
+    q: cute.Tensor
+    k: cute.Tensor
+    v: cute.Tensor
+    next: cute.Tensor
+    scratch: Any
+
+
+@dataclass(frozen=True)
+class Operands:
+    """All that the kernel reads and writes."""
+
+    q: TmaOperand
+    k: TmaOperand
+    v: TmaOperand
+    out: cute.Tensor
+    lse: cute.Tensor | None
+    counter: cute.Tensor
+    qk: cute.TiledMma
+    pv: cute.TiledMma
+    layouts: tuple
+    tiles: Tiles
+    bounds: Bounds
+    scale: Float32
+    extra: Extra | None
+
+
+class Mods(NamedTuple):
+    """score_mod and mask_mod, entered as far as the holder's name says; None: there is none."""
+
+    score: Any
+    mask: Any
+
+
+class Work(NamedTuple):
+    """A consumer's share of a tile: the tile, its warpgroup, its thread of 128, its first row."""
+
+    place: Place
+    warpgroup: Int32
+    thread: Int32
+    row: Int32
+
+
+class Fragments(NamedTuple):
+    """Descriptors of q, k, v (atom, mode, k, stage); registers of p (operand), o (accumulator)."""
+
+    q: cute.Tensor
+    k: cute.Tensor
+    v: cute.Tensor
+    p: cute.Tensor
+    o: cute.Tensor
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """What the body of the main loop reads, and the registers that it updates in place."""
+
+    x: Operands
+    f: Fragments
+    state: softmax.RowState
+    limit: mask.Limits
+    mods: Mods
+    work: Work
+    q: Any
+
+
+class FwdSm90:
+    """The kernel of one plan; ``__call__`` is its host entry, ``(Io, Extra, Launch, stream)``."""
+
+    def __init__(self, plan: Plan):
+        self.plan, self.config = plan, plan.config
+        self.topology = topology(plan)
+        self.turns = Turns(TURNS, plan.config.consumers)
+        self.dtype = DTYPES[plan.dtype]
+        self.longest_first = plan.causal or any(plan.window)
+        graphs = (plan.score_mod, plan.mask_mod)
+        self.scratch_words = [score.scratch_words(graph, plan.config.tile_n) for graph in graphs]
+
+    @cute.jit
+    def __call__(self, io: Io, extra: Extra, launch: Launch, stream):
+        plan, c = self.plan, self.config
+        layouts = (
+            mma_sm90.smem_layout(self.dtype, c.tile_m, plan.head_dim, c.q_stages),
+            mma_sm90.smem_layout(self.dtype, c.tile_n, plan.head_dim, c.kv_stages),
+            mma_sm90.smem_layout(self.dtype, c.tile_n, plan.head_dim_v, c.kv_stages),
+        )
+        boxes = (
+            (c.tile_m, plan.head_dim),
+            (c.tile_n, plan.head_dim),
+            (c.tile_n, plan.head_dim_v),
+        )
+        q, k, v = (
+            tma_operand(tensor, layout, box)
+            for tensor, layout, box in zip((io.q, io.k, io.v), layouts, boxes, strict=True)
+        )
+        operands = Operands(
+            q=q,
+            k=k,
+            v=v,
+            out=io.out,
+            lse=io.lse,
+            counter=launch.counter,
+            qk=mma_sm90.make_mma(self.dtype, c.consumers, c.tile_n, p_times_v=False),
+            pv=mma_sm90.make_mma(self.dtype, c.consumers, plan.head_dim_v, p_times_v=True),
+            layouts=layouts,
+            tiles=self.number(io),
+            bounds=self.bounds(io, launch),
+            scale=launch.scale,
+            extra=extra,
+        )
+        self.kernel(operands).launch(
+            grid=[cutlass.min(operands.tiles.count, launch.sm_count), 1, 1],
+            block=[self.topology.threads, 1, 1],
+            stream=stream,
+            min_blocks_per_mp=1,
+        )
+
+    def number(self, io: Io) -> Tiles:
+        """The numbering of tiles."""
+        batch, seqlen_q, heads = (io.q.shape[i] for i in range(3))
+        head_bytes = io.k.shape[1] * (2 * (self.plan.head_dim + self.plan.head_dim_v))
+        section = section_of(head_bytes, self.plan.gqa_ratio)
+        return Tiles.of(cute.ceil_div(seqlen_q, self.config.tile_m), heads, batch, section)
+
+    def bounds(self, io: Io, launch: Launch) -> Bounds:
+        """Lengths, and the bounds that the plan has."""
+        has_left, has_right = self.plan.window
+        right = Int32(0) if self.plan.causal else launch.window_right if has_right else None
+        left = launch.window_left if has_left else None
+        return Bounds(io.q.shape[1], io.k.shape[1], left, right)
+
+    @cute.kernel
+    def kernel(self, x: Operands):
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        storage, buffers = self.allocate(x)
+        if warp == 0:
+            with cute.arch.elect_one():
+                self.topology.initialise(storage)
+            cute.arch.mbarrier_init_fence()
+        cute.arch.sync_threads()
+        if warp < 4:
+            cute.arch.setmaxregister_decrease(self.topology.role("load").registers)
+            if warp == 0:
+                self.load(x, self.topology.rings_of("producer", storage), buffers)
+        else:
+            cute.arch.setmaxregister_increase(self.topology.role("math").registers)
+            self.math(x, self.topology.rings_of("consumer", storage), buffers)
+
+    def allocate(self, x: Operands) -> tuple[Any, Buffers]:
+        """Shared memory: the barriers' storage, and the buffers as tensors."""
+        sizes = {
+            name: (self.dtype, cute.cosize(layout))
+            for name, layout in zip("qkv", x.layouts, strict=True)
+        }
+        sizes["next"] = (Int32, NEXT_STAGES)
+        words = sum(self.scratch_words)
+        if words:
+            sizes["scratch"] = (Int32, words * self.config.consumers)
+        storage = cutlass.memory.SmemAllocator().allocate(self.topology.storage(sizes))
+        q, k, v = (
+            getattr(storage, name).get_tensor(layout.outer, swizzle=layout.inner)
+            for name, layout in zip("qkv", x.layouts, strict=True)
+        )
+        following = storage.next.get_tensor(cute.make_layout(NEXT_STAGES))
+        return storage, Buffers(q, k, v, following, storage.scratch.data_ptr() if words else None)
+
+    def spans(self, x: Operands, place: Place) -> KvSpans:
+        """The KV blocks of a tile: the same for the producer and for every consumer."""
+        first = place.block * self.config.tile_m
+        arithmetic = Arithmetic(cutlass.min, cutlass.max)
+        return kv_spans(x.bounds, first, first + self.config.tile_m, self.config.tile_n, arithmetic)
+
+    @cute.jit
+    def load(self, x: Operands, rings, buffers: Buffers):
+        for operand in (x.q, x.k, x.v):
+            cpasync.prefetch_descriptor(operand.atom)
+        tile, ctas = Int32(cute.arch.block_idx()[0]), cute.arch.grid_dim()[0]
+        while tile < x.tiles.count:
+            place = x.tiles.place(tile, self.longest_first)
+            spans = self.spans(x, place)
+            # Drawn before this tile's loads: the atomic's microsecond passes under them.
+            with rings.next.fill() as following:
+                tile = draw(x.tiles, x.counter, ctas)
+                buffers.next[following.index] = tile
+            if spans.begin < spans.end:
+                kv_head = place.head // self.plan.gqa_ratio
+                load_q = loader(x.q, buffers.q, place.head, place.batch)
+                load_k = loader(x.k, buffers.k, kv_head, place.batch)
+                load_v = loader(x.v, buffers.v, kv_head, place.batch)
+                with rings.k.fill() as first:
+                    load_k(spans.last, first)
+                with rings.q.fill() as only:
+                    load_q(place.block, only)
+                for i in cutlass.range(spans.last - spans.begin, unroll=1):
+                    block = spans.last - i
+                    with rings.k.fill() as k:
+                        load_k(block - 1, k)
+                    with rings.v.fill() as v:
+                        load_v(block, v)
+                with rings.v.fill() as last:
+                    load_v(spans.begin, last)
+
+    @cute.jit
+    def math(self, x: Operands, rings, buffers: Buffers):
+        thread = cute.arch.thread_idx()[0] % WARPGROUP
+        group = cute.arch.make_warp_uniform(cute.arch.warp_idx()) // 4 - 1
+        mods = self.modifiers(x, buffers, group)
+        self.turns.open(group)
+        tile = Int32(cute.arch.block_idx()[0])
+        while tile < x.tiles.count:
+            place = x.tiles.place(tile, self.longest_first)
+            spans = self.spans(x, place)
+            row = place.block * self.config.tile_m + group * mma_sm90.ROWS
+            work = Work(place, group, thread, row + mma_sm90.row_of(thread))
+            if spans.begin < spans.end:
+                rows = Mods(*(self.enter(mod, place, row) for mod in mods))
+                rings = self.attend(x, rings, buffers, (work, rows), spans)
+            else:
+                o = cute.make_rmem_tensor(self.plan.head_dim_v // 2, Float32)
+                o.fill(0.0)
+                self.store(x, work, o, [-Float32.inf] * mma_sm90.FRAGMENT_ROWS)
+            with rings.next.drain() as following:
+                tile = buffers.next[following.index]
+
+    def modifiers(self, x: Operands, buffers: Buffers, group: Int32) -> Mods:
+        """The plan's mods for this warpgroup, with its part of the scratch and its own barrier."""
+        plan, c, extra = self.plan, self.config, x.extra or Extra()
+        graphs = (plan.score_mod, plan.mask_mod)
+        mods, begin = [], group * sum(self.scratch_words)
+        given = score.deal(graphs, extra.captured, extra.scalars)
+        for graph, operands, words in zip(graphs, given, self.scratch_words, strict=True):
+            scratch = None
+            if words:
+                scratch = score.Scratch(buffers.scratch + begin, TURNS + c.consumers + group)
+            mods.append(
+                graph
+                and score.Modifier.of(
+                    graph, operands, scale=x.scale, tile_n=c.tile_n, scratch=scratch
+                )
+            )
+            begin = begin + words
+        return Mods(*mods)
+
+    def enter(self, mod: Any, place: Place, row: Int32) -> Any:
+        """A mod with what depends on the tile and its rows computed; ``row`` is the first."""
+        return mod and mod.tile(place.batch, place.head).rows(row)
+
+    @cute.jit
+    def attend(self, x: Operands, rings, buffers: Buffers, share: tuple, spans: KvSpans):
+        """One tile that sees something: the peeled first block, the spans, the last P V."""
+        work, mods = share
+        f = self.fragments(x, buffers, work.warpgroup)
+        state = softmax.RowState()
+        limit = mask.limits(x.bounds, work.row, 2 * (work.thread % 4))
+        f.o.fill(0.0)
+        q = rings.q.take()
+        body = Sweep(x, f, state, limit, mods, work, q)
+        k = rings.k.take()
+        s = self.issue_scores(body, k)
+        blocks = self.enter_block(mods, spans.last)
+        warpgroup.wait_group(0)
+        k.release()
+        self.modify(body, blocks, s, spans.last, True)
+        softmax.exponentiate(mma_sm90.rows_and_columns(s), state, self.exponent(body), first=True)
+        mma_sm90.convert(s, f.p)
+        rings = self.sweep(body, rings, spans.middle_end, spans.last, True)
+        rings = self.sweep(body, rings, spans.middle_begin, spans.middle_end, False)
+        if const_expr(x.bounds.left is not None):
+            rings = self.sweep(body, rings, spans.begin, spans.middle_begin, True)
+        q.release()
+        v = rings.v.take()
+        mma_sm90.gemm(x.pv, f.o, f.p, f.v[None, None, None, v.index], clear=False)
+        warpgroup.wait_group(0)
+        v.release()
+        logs = softmax.finish(mma_sm90.rows_and_columns(f.o), state, self.exponent(body))
+        self.store(x, work, f.o, logs)
+        return rings
+
+    @cute.jit
+    def sweep(self, body: Sweep, rings, begin: Int32, end: Int32, edge: cutlass.Constexpr):
+        """Blocks ``end - 1`` down to ``begin``: S of this one, P V of the one before, then exp."""
+        x, f, state = body.x, body.f, body.state
+        for i in cutlass.range(end - begin, unroll=1):
+            k = rings.k.take()
+            self.turns.wait(body.work.warpgroup)
+            s = self.issue_scores(body, k)
+            v = rings.v.take()
+            mma_sm90.gemm(x.pv, f.o, f.p, f.v[None, None, None, v.index], clear=False)
+            self.turns.give(body.work.warpgroup)
+            blocks = self.enter_block(body.mods, end - 1 - i)
+            warpgroup.wait_group(1)
+            k.release()
+            self.modify(body, blocks, s, end - 1 - i, edge)
+            s_view = mma_sm90.rows_and_columns(s)
+            softmax.exponentiate(s_view, state, self.exponent(body), first=False)
+            warpgroup.wait_group(0)
+            v.release()
+            softmax.rescale(mma_sm90.rows_and_columns(f.o), state)
+            mma_sm90.convert(s, f.p)
+        return rings
+
+    def enter_block(self, mods: Mods, block: Int32) -> Mods:
+        """The mods with what depends on a KV block's columns computed, while S is multiplied."""
+        first = block * self.config.tile_n
+        return Mods(*(rows and rows.block(first) for rows in mods))
+
+    def modify(self, body: Sweep, blocks: Mods, s: cute.Tensor, block: Int32, edge: bool) -> None:
+        """score_mod, then the bounds where the block is an edge, then mask_mod, on S in place."""
+        s_view = mma_sm90.rows_and_columns(s)
+        if blocks.score is not None:
+            blocks.score.score(s_view)
+        if edge:
+            mask.apply(s_view, body.limit, block * self.config.tile_n)
+        if blocks.mask is not None:
+            blocks.mask.hide(s_view)
+
+    def exponent(self, body: Sweep) -> Float32:
+        """c, what a score is multiplied with to become an exponent of 2."""
+        rows = body.mods.score
+        natural = body.x.scale if rows is None else rows.tile.mod.gain
+        return Float32(natural * softmax.LOG2_E)
+
+    def issue_scores(self, body: Sweep, k: Any) -> cute.Tensor:
+        """Issue S = Q K^T of the slot ``k`` into a new accumulator; does not wait."""
+        x, f = body.x, body.f
+        shape = x.qk.partition_shape_C((self.config.tile_m, self.config.tile_n))
+        s = cute.make_rmem_tensor(shape, Float32)
+        q_stage, k_stage = f.q[None, None, None, body.q.index], f.k[None, None, None, k.index]
+        mma_sm90.gemm(x.qk, s, q_stage, k_stage, clear=True)
+        return s
+
+    def fragments(self, x: Operands, buffers: Buffers, group: Int32) -> Fragments:
+        """Descriptors of Q, K and V for this warpgroup; registers of P and O."""
+        c, plan = self.config, self.plan
+        qk, pv = (mma.get_slice(group * WARPGROUP) for mma in (x.qk, x.pv))
+        v = mma_sm90.transposed(buffers.v)
+        return Fragments(
+            q=qk.make_fragment_A(qk.partition_A(buffers.q)),
+            k=qk.make_fragment_B(qk.partition_B(buffers.k)),
+            v=pv.make_fragment_B(pv.partition_B(v)),
+            p=pv.make_fragment_A(x.pv.partition_shape_A((c.tile_m, c.tile_n))),
+            o=cute.make_rmem_tensor(x.pv.partition_shape_C((c.tile_m, plan.head_dim_v)), Float32),
+        )
+
+    def store(self, x: Operands, work: Work, o: cute.Tensor, logs: list) -> None:
+        """Round O and write it with its LSE; rows past the last query are not written."""
+        place, rows = work.place, x.bounds.seqlen_q
+        rounded = cute.make_rmem_tensor(o.layout, self.dtype)
+        mma_sm90.convert(o, rounded)
+        g_out = x.out[place.batch, None, place.head, None]
+        epilogue.store_rows(rounded, g_out, work.row, rows)
+        if const_expr(x.lse is not None):
+            epilogue.store_lse(logs, x.lse[place.batch, place.head, None], work.row, rows)

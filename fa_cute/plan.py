@@ -1,0 +1,119 @@
+"""Every static decision of one kernel, in one frozen value.
+
+A ``Plan`` is the compile key, the constructor argument of the kernel and the identity in the cache.
+Nothing in it depends on lengths, strides, batch, scale or the contents of a captured tensor: those
+are run-time arguments (``Io``, ``Extra``, ``Launch``). This file is a leaf: the host, the kernels
+and the device pieces all read it, and it imports only the graph of the mods.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, fields
+from typing import Any, NamedTuple
+
+from fa_cute.mods.graph import Graph
+
+
+@dataclass(frozen=True)
+class FwdConfig:
+    """One row of a forward config table (``host/configs.py``).
+
+    ``tile_m`` query rows a CTA, 64 of them a consumer warpgroup; ``tile_n`` keys a block;
+    ``kv_stages`` slots in each of the K and the V ring, ``q_stages`` in Q's; registers a thread as
+    ``setmaxnreg`` sets them, for the producer's warpgroup and for each consumer's.
+    """
+
+    tile_m: int
+    tile_n: int
+    kv_stages: int
+    q_stages: int
+    producer_registers: int
+    consumer_registers: int
+
+    @property
+    def consumers(self) -> int:
+        """Consumer warpgroups a CTA."""
+        return self.tile_m // 64
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The static facts of one attention kernel.
+
+    ``window`` says whether a left and a right bound exist (their sizes are run-time numbers).
+    ``gqa_ratio`` is query heads a key/value head. Dtypes are torch's names ("bfloat16").
+    """
+
+    direction: str
+    dtype: str
+    head_dim: int
+    head_dim_v: int
+    gqa_ratio: int
+    causal: bool
+    window: tuple[bool, bool]
+    score_mod: Graph | None
+    mask_mod: Graph | None
+    return_lse: bool
+    sinks: bool
+    deterministic: bool
+    target: str
+    config: FwdConfig
+
+    def parts(self) -> dict[str, str]:
+        """The named parts of the identity, as text that is stable across processes and machines."""
+        return {f.name: _text(getattr(self, f.name)) for f in fields(self)}
+
+    @property
+    def key(self) -> str:
+        """A stable digest of ``parts()``: 32 hexadecimal digits."""
+        text = "\n".join(f"{name}={value}" for name, value in self.parts().items())
+        return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, Graph):
+        return value.key
+    if isinstance(value, FwdConfig):
+        return ",".join(f"{f.name}:{getattr(value, f.name)}" for f in fields(value))
+    return str(value)
+
+
+class Io(NamedTuple):
+    """The tensors of a forward call.
+
+    q, out ``(B, Sq, Hq, ·)``, k, v ``(B, Sk, Hk, ·)``, lse ``(B, Hq, Sq)`` or None.
+    """
+
+    q: Any
+    k: Any
+    v: Any
+    out: Any
+    lse: Any = None
+
+
+class Extra(NamedTuple):
+    """What some plans need beside ``Io``; a member that a plan lacks is None: no part of the call.
+
+    ``captured`` holds the mods' captured tensors (score_mod's, then mask_mod's), ``scalars`` their
+    captured 0-d CPU tensors as Python numbers, in the same order.
+    """
+
+    captured: Any = None
+    scalars: Any = None
+    sinks: Any = None
+
+
+class Launch(NamedTuple):
+    """Run-time numbers of a launch.
+
+    Softmax scale; window bounds (used if the plan has them); SM count; ``counter``, an int32 tensor
+    ``(1,)`` on the device, from which CTAs draw their next tile: 0 before a launch and 0 after it.
+    Launches that may run at the same time need a counter each.
+    """
+
+    scale: Any
+    window_left: Any
+    window_right: Any
+    sm_count: Any
+    counter: Any

@@ -1,0 +1,170 @@
+"""The mods of the gpu tier. Each builds its functions for a device and a shape.
+
+Their captured tensors hold numbers that follow from the position alone, so that building one twice
+gives the same tensor, and building it on the meta device is enough to compile its kernel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+
+class Shape(NamedTuple):
+    """What the captured tensors are sized by."""
+
+    batch: int = 2
+    heads: int = 8
+    seqlen_q: int = 256
+    seqlen_k: int = 256
+
+
+Mods = dict[str, Callable]
+Builder = Callable[[torch.device, Shape], Mods]
+
+INTEGERS = ("bool", "uint8", "int8", "int16", "int32", "int64")
+FLOATS = ("float8_e4m3fn", "float8_e5m2", "float16", "bfloat16", "float32", "float64")
+
+
+def ramp(shape: tuple[int, ...], device: torch.device, dtype: str = "float32") -> torch.Tensor:
+    """Small numbers, multiples of 1/4 from -2 to 2 (integers: 0 to 4, bool: 0 or 1); never equal in
+    neighbours, so that a wrong index shows."""
+    count = 1
+    for size in shape:
+        count *= size
+    step = (torch.arange(count, device=device, dtype=torch.int64) * 7 + 3) % 17
+    values = step // 4 if dtype in INTEGERS else (step - 8) / 4
+    values = values % 2 if dtype == "bool" else values
+    return values.reshape(shape).to(getattr(torch, dtype))
+
+
+def before_nan(shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    """A ramp whose storage goes on with NaN: reading past the end shows in any sum."""
+    count = 1
+    for size in shape:
+        count *= size
+    storage = torch.full((2 * count + 4096,), torch.nan, device=device)
+    storage[:count] = ramp((count,), device)
+    return storage[:count].view(shape)
+
+
+def alibi(device: torch.device, shape: Shape) -> Mods:
+    """ALiBi with captured slopes."""
+    slopes = torch.exp2(-torch.arange(1, shape.heads + 1, device=device) / 2.0)
+    return {"score_mod": lambda score, b, h, q, kv: score + slopes[h] * (kv - q)}
+
+
+def softcap(cap: float) -> Builder:
+    """Soft capping at a captured number."""
+
+    def build(device: torch.device, shape: Shape) -> Mods:
+        return {"score_mod": lambda score, b, h, q, kv: cap * torch.tanh(score / cap)}
+
+    return build
+
+
+def typed(names: tuple[str, ...]) -> Builder:
+    """Head i reads a table of dtype ``names[i]``, strided, by q and kv."""
+
+    def build(device: torch.device, shape: Shape) -> Mods:
+        tables = [
+            ramp((shape.seqlen_k, 2, shape.seqlen_q), device, name)[:, 1].transpose(0, 1)
+            for name in names
+        ]
+
+        def score_mod(score, b, h, q, kv):
+            for head, table in enumerate(tables):
+                value = table[q, kv].to(torch.float32)
+                score = torch.where(h == head, score + value, score)
+            return score
+
+        return {"score_mod": score_mod}
+
+    return build
+
+
+def tight(device: torch.device, shape: Shape) -> Mods:
+    """Tables of exactly the lengths, NaN behind each: by kv, by q, by (b, h)."""
+    by_kv = before_nan((shape.seqlen_k,), device)
+    by_q = before_nan((shape.seqlen_q,), device)
+    by_head = before_nan((shape.batch, shape.heads), device)
+    return {
+        "score_mod": lambda score, b, h, q, kv: score * by_q[q] + by_kv[kv] + by_head[b, h],
+    }
+
+
+def tight_diagonal(device: torch.device, shape: Shape) -> Mods:
+    """A table of Sq + Sk - 1 biases by q - kv, NaN behind it."""
+    table = before_nan((shape.heads, shape.seqlen_q + shape.seqlen_k - 1), device)
+    last = shape.seqlen_k - 1
+    # One number in a kernel for every length: a captured Python number would be a constant.
+    shift = torch.full((), last, device=device, dtype=torch.int32)
+    return {"score_mod": lambda score, b, h, q, kv: score + table[h, q - kv + shift]}
+
+
+def scalars(device: torch.device, shape: Shape) -> Mods:
+    """A captured 0-d tensor on the device, and two on the CPU, which travel by value."""
+    factor = torch.full((), 0.5, device=device)
+    shift, period = torch.tensor(1.5), torch.tensor(3)
+    return {"score_mod": lambda score, b, h, q, kv: score * factor + (kv % period) * shift}
+
+
+def wide_table(device: torch.device, shape: Shape) -> Mods:
+    """A table whose second row lies more than 2^31 elements behind the first."""
+    stride = 2**31 + 64 if device.type == "cuda" else 1024
+    storage = torch.empty(stride + shape.seqlen_k, dtype=torch.uint8, device=device)
+    table = storage.as_strided((2, shape.seqlen_k), (stride, 1))
+    table.copy_(ramp((2, shape.seqlen_k), device, "uint8"))
+    return {"score_mod": lambda score, b, h, q, kv: score + table[b, kv]}
+
+
+def document(device: torch.device, shape: Shape) -> Mods:
+    """Packed documents of 100 positions, by a captured table (b, position)."""
+    length = max(shape.seqlen_q, shape.seqlen_k)
+    ids = (torch.arange(length, device=device) // 100).to(torch.int32).expand(shape.batch, length)
+    return {"mask_mod": lambda b, h, q, kv: ids[b, q] == ids[b, kv]}
+
+
+def even_keys(device: torch.device, shape: Shape) -> Mods:
+    """Only keys at even positions."""
+    return {"mask_mod": lambda b, h, q, kv: kv % 2 == 0}
+
+
+def hidden(begin: int, end: int) -> Builder:
+    """Keys ``[begin, end)`` do not count."""
+
+    def build(device: torch.device, shape: Shape) -> Mods:
+        return {"mask_mod": lambda b, h, q, kv: (kv < begin) | (kv >= end)}
+
+    return build
+
+
+def nothing(device: torch.device, shape: Shape) -> Mods:
+    """Rows at odd positions see nothing."""
+    return {"mask_mod": lambda b, h, q, kv: (q % 2 == 0) & (kv >= 0)}
+
+
+def both(device: torch.device, shape: Shape) -> Mods:
+    """A score_mod and a mask_mod together, each with a captured tensor."""
+    return alibi(device, shape) | document(device, shape)
+
+
+def distance(device: torch.device, shape: Shape) -> Mods:
+    """score + (q - kv)."""
+    return {"score_mod": lambda score, b, h, q, kv: score + (q - kv)}
+
+
+def head_and_position(device: torch.device, shape: Shape) -> Mods:
+    """score + h * kv."""
+    return {"score_mod": lambda score, b, h, q, kv: score + h * kv}
+
+
+def slope(c: float) -> Builder:
+    """score + c * kv, c a captured Python number."""
+
+    def build(device: torch.device, shape: Shape) -> Mods:
+        return {"score_mod": lambda score, b, h, q, kv: score + c * kv}
+
+    return build

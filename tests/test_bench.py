@@ -1,0 +1,96 @@
+"""The benchmark's arithmetic, selection and reports: what can be told of it without a GPU."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from bench import peers
+from bench.attention import summary
+from bench.cases import VARIANTS, Case
+from bench.results import Report, table
+from bench.selection import PRESETS, parser, selection
+from bench.sweep import ROWS, row
+from fa_cute.mods.trace import trace_score_mod
+from fa_cute.spans import Bounds, visible
+
+
+def test_work_by_the_convention() -> None:
+    """4 B H S S D; causal half; a window by the pairs that are visible, counted one by one."""
+    full = Case(128, 1024, batch=2, heads=16, heads_kv=4)
+    assert full.flops == 4 * 2 * 16 * 1024 * 1024 * 128
+    assert Case(128, 1024, causal=True, batch=2).flops == full.flops / 2
+    assert Case(192, 1024, head_dim_v=128).flops == 2 * 2 * 16 * 1024**2 * (192 + 128)
+    window = Case(64, 700, causal=True, window=100)
+    ends = [visible(Bounds(700, 700, 100, 0), q, q + 1) for q in range(700)]
+    assert window.pairs == sum(end - begin for begin, end in ends)
+    assert Case(64, 70, causal=True, window=100).pairs == 70 * 71 / 2
+
+
+@pytest.mark.parametrize("flags", [[], ["--preset=full"], ["--dims=96,192/128", "--ratios=1,4"]])
+def test_selection_names_each_case_once(flags: list[str]) -> None:
+    names = [case.name for case in selection(parser().parse_args(flags))]
+    assert names and len(names) == len(set(names))
+
+
+def test_presets_are_the_issue_of_16k_tokens() -> None:
+    for preset in PRESETS:
+        for case in selection(parser().parse_args([f"--preset={preset}"])):
+            assert case.batch * case.seqlen == 16384
+            assert case.heads % case.heads_kv == 0
+    with pytest.raises(SystemExit, match="no preset"):
+        selection(parser().parse_args(["--preset=none"]))
+
+
+@pytest.mark.parametrize("variant", [name for name, build in VARIANTS.items() if build])
+def test_variants_trace_without_data(variant: str) -> None:
+    """A kernel compiled from tensors without data is the one that the benchmark will ask for."""
+    case = Case(64, 64, variant=variant, batch=1, heads=2, heads_kv=2)
+    static = trace_score_mod(case.static()["score_mod"]).graph
+    assert static.key == trace_score_mod(case.arguments("cpu")["score_mod"]).graph.key
+
+
+def test_rows_are_within_the_register_file() -> None:
+    for text in " ".join(ROWS.values()).split():
+        c = row(text)
+        registers = 128 * (c.producer_registers + c.consumers * c.consumer_registers)
+        assert registers <= 65536 and c.tile_n % 8 == 0, text
+    with pytest.raises(SystemExit, match="is no row"):
+        row("128x128")
+
+
+def test_a_peer_that_is_missing_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "fa3_fwd_interface", None)
+    case = Case(64, 64, batch=1, heads=1, heads_kv=1)
+    with pytest.raises(peers.Absent, match="not installed"):
+        peers.build("fa3", case, case.tensors("cpu"))
+    with pytest.raises(peers.Absent, match="score_mod"):
+        peers.build("fa2", Case(64, 64, variant="alibi"), case.tensors("cpu"))
+
+
+def test_report(tmp_path: Path) -> None:
+    """Ours beside the best peer; an absent peer is named with its reason."""
+    base = {"case": "d128", "absent": None}
+    rows = [
+        base | {"peer": "ours", "tflops": 660.0, "host_us": 12.0, "error": 1e-3},
+        base | {"peer": "fa3", "tflops": 600.0},
+        base | {"peer": "flex", "absent": "not installed"},
+    ]
+    text = summary(rows, ["ours", "fa3", "flex"])
+    assert "1.100" in text and "flex: not installed" in text
+    report = Report("attention", {"device": "none"}, tmp_path / "r.json")
+    report.rows += rows
+    report.save()
+    assert json.loads(report.path.read_text())["rows"] == rows
+    lines = table(["a", "b"], [["x", "1"], ["yy", "22"]]).splitlines()
+    assert len({len(line) for line in lines}) == 1
+
+
+def test_inputs_have_outliers() -> None:
+    x = Case(64, 512, batch=1, heads=4, heads_kv=4).tensors("cpu")
+    assert x.q.abs().max() > 10 and x.q.dtype == torch.bfloat16
+    assert x.q.shape == (1, 512, 4, 64)

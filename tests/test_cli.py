@@ -1,0 +1,129 @@
+"""The command line: what it prints, and its exit status."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from fa_cute import demo, reference
+from fa_cute.cli import main
+from fa_cute.configuration import Configuration
+from fa_cute.host import cache
+from fa_cute.host import compile as compiling
+from fa_cute.plan import Plan
+
+ARGUMENTS = {"head_dim": 128, "dtype": "bfloat16", "target": "sm_90a", "gqa_ratio": 4}
+
+
+@pytest.fixture
+def two_kernels(builds: Callable[[], int]) -> list[str]:
+    """The keys of a plain and of a softcapped kernel in the cache."""
+    softcap, _ = Configuration(**ARGUMENTS, score_mod=_softcap).plan()
+    return [compiling.compiled(plan).key for plan in (_plain(), softcap)]
+
+
+def _plain() -> Plan:
+    return Configuration(**ARGUMENTS, causal=True, window=(True, False)).plan()[0]
+
+
+def _softcap(score, b, h, q, kv):
+    return 30.5 * torch.tanh(score / 30.5)
+
+
+def test_the_list_says_what_is_kept(two_kernels: list[str], capsys: pytest.CaptureFixture) -> None:
+    compiling.forget()
+    compiling.compiled(_plain())
+    assert main(["cache"]) == 0
+    head, names, _, *rows = capsys.readouterr().out.splitlines()
+    assert head.startswith("2 kernels") and str(cache.folder()) in head
+    assert names.split() == ["key", "variant", "plan", "target", "size", "age", "used", "hits"]
+    plain = next(row for row in rows if row.startswith(two_kernels[0][:12]))
+    assert "plain" in plain and "d128 gqa4 causal window(True, False)" in plain
+    assert plain.split()[-1] == "1" and "sm_90a cu" in plain
+    capped = next(row for row in rows if row.startswith(two_kernels[1][:12]))
+    assert "softcap" in capped and capped.split()[-1] == "0"
+
+
+def test_explain_a_key(two_kernels: list[str], capsys: pytest.CaptureFixture) -> None:
+    assert main(["cache", "explain", two_kernels[0][:10]]) == 0
+    text = capsys.readouterr().out
+    assert f"key {two_kernels[0]}" in text and "gqa_ratio" in text and "registers" in text
+    assert main(["cache", "explain", "zz"]) == 1
+    assert "0 kernels have a key that starts with 'zz'" in capsys.readouterr().err
+
+
+def test_prune_and_clear(two_kernels: list[str], capsys: pytest.CaptureFixture) -> None:
+    assert main(["cache", "prune", "--to", "1G"]) == 0
+    assert main(["cache", "prune", "--to", "0"]) == 0
+    assert main(["cache", "clear"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("dropped 0") and lines[1].startswith("dropped 2")
+    assert lines[2] == "dropped 0 kernels"
+
+
+def test_compile_prints_the_key_and_the_resources(
+    builds: Callable[[], int], tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    source = tmp_path / "mine.py"
+    source.write_text("def double(score, b, h, q, kv):\n    return score * 2\n")
+    command = ["compile", "--head-dim", "64", "--causal", "--score-mod", f"{source}:double"]
+    assert main(command) == 0
+    key, *words = capsys.readouterr().out.split()
+    assert words[:3] == ["sm_90a", "from", "compiled"] and builds() == 1
+    assert (cache.folder() / f"{key}.so").exists()
+
+
+def test_an_error_is_a_sentence_and_a_status(capsys: pytest.CaptureFixture) -> None:
+    assert main(["compile", "--head-dim", "96"]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("fa-cute: ") and "96" in error and "Traceback" not in error
+
+
+def test_explain_says_what_a_call_would_run(
+    builds: Callable[[], int], capsys: pytest.CaptureFixture
+) -> None:
+    assert main(["explain", "--head-dim", "128", "--window-left", "--gqa-ratio", "4"]) == 0
+    assert "sm_90a" in capsys.readouterr().out and builds() == 0
+
+
+def test_a_switched_off_cache_says_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.setenv("FA_CUTE_CACHE", "0")
+    assert main(["cache"]) == 1
+    assert "switched off" in capsys.readouterr().err
+
+
+def test_the_module_runs() -> None:
+    run = subprocess.run(
+        [sys.executable, "-m", "fa_cute", "--help"], capture_output=True, text=True, check=True
+    )
+    for command in ("demo", "compile", "explain", "cache", "bundle"):
+        assert command in run.stdout
+
+
+@pytest.mark.parametrize("case", demo.cases(4), ids=lambda case: case.name)
+def test_the_demo_judges_by_a_sound_yardstick(case: demo.Case) -> None:
+    x = demo.inputs(96, (4, 2), torch.float64, torch.device("cpu"))
+    right = reference.attention(*x, **case.mods)
+    assert torch.allclose(demo.eager(x, case.mods), right, atol=1e-12)
+    cells, fine = demo._judged((right + 1e-3).float(), case, demo.Inputs(*(t.float() for t in x)))
+    assert not fine and "WRONG" in cells[0]
+
+
+def test_the_demo(
+    builds: Callable[[], int], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.setattr(demo, "TOKENS", 200)
+    monkeypatch.setattr(demo, "_gpu", lambda: None)
+    assert main(["demo"]) == 0
+    said = capsys.readouterr()
+    for name in ("ALiBi", "sliding window", "softcap"):
+        assert name in said.out and f"{name}: compiling for sm_90a ..." in said.err
+    assert "compiled, but not run" in said.out and "All checks held" in said.out
+    assert builds() == 3
