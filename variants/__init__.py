@@ -53,12 +53,26 @@ def _table(device: torch.device, shape: Shape) -> Tensor:
     return torch.sin(torch.arange(32 * shape.heads, device=device).float()).view(32, shape.heads)
 
 
+def _windows(device: torch.device, shape: Shape) -> Tensor:
+    return (torch.arange(shape.heads, device=device) + 1) * 10
+
+
+def _subtree_end(device: torch.device, shape: Shape) -> Tensor:
+    """A quarter is the prompt; then token n has the numbers up to n + lowest bit of n below it."""
+    length = max(shape.seqlen_q, shape.seqlen_k)
+    position = torch.arange(length, device=device)
+    end = torch.where(position <= length // 4, length, position + (position & -position))
+    return end.clamp(max=length).expand(shape.batch, -1)
+
+
 # Example arguments by parameter name; a parameter with a default keeps it.
 _EXAMPLES: dict[str, Callable[[torch.device, Shape], object]] = {
     "heads": lambda device, shape: shape.heads,
     "prefix": _prefix,
     "documents": _documents,
     "table": _table,
+    "windows": _windows,
+    "subtree_end": _subtree_end,
 }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from fa_cute.mods.check import Report, check
+from fa_cute.mods.compose import all_of, any_of, negate
 from fa_cute.mods.errors import ModError
 from fa_cute.mods.graph import Captured, Graph, Node
 from fa_cute.mods.trace import Traced, trace_mask_mod, trace_score_mod
@@ -43,6 +44,8 @@ __all__ = [
     "Report",
     "Traced",
     "abs",
+    "all_of",
+    "any_of",
     "boolean",
     "cast",
     "ceil",
@@ -60,6 +63,7 @@ __all__ = [
     "log2",
     "maximum",
     "minimum",
+    "negate",
     "round",
     "rsqrt",
     "sigmoid",
