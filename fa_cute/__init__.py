@@ -1,8 +1,9 @@
 """FlashAttention as a framework: attention variants in plain Python, compiled into one kernel.
 
 ``attention`` is the call; ``check`` says what can be told about a mod without tensors; ``compile``
-makes a kernel ahead of time, on any host; ``explain`` says what a call would run; ``reference`` is
-the fp64 oracle; ``mods`` holds the vocabulary of modifiers, ``variants`` ready-made ones.
+makes a kernel ahead of time, on any host; ``explain`` says what a call would run; ``plan_mask``
+finds the blocks that a mask keeps; ``reference`` is the fp64 oracle; ``mods`` holds the vocabulary
+of modifiers, ``variants`` ready-made ones.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ __all__ = [
     "explain",
     "load_bundle",
     "mods",
+    "plan_mask",
     "precompile",
     "recorded_configurations",
     "reference",
@@ -31,6 +33,7 @@ _HOMES = {
     "compile": "fa_cute.ahead",
     "explain": "fa_cute.explanation",
     "load_bundle": "fa_cute.bundle",
+    "plan_mask": "fa_cute.host.blocks",
     "precompile": "fa_cute.ahead",
     "recorded_configurations": "fa_cute.ahead",
 }

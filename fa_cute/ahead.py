@@ -58,12 +58,13 @@ class CompiledAttention:
         *,
         window: tuple[int | None, int | None] | None = None,
         scale: float | None = None,
+        sinks: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """Run on CUDA tensors: shapes, results and errors as of ``fa_cute.attention``.
 
         The mods stay as they were traced at compile time, the tensors that they captured included.
-        ValueError if q, k, v or the window need another kernel than this one.
+        ValueError if q, k, v, the window or sinks need another kernel than this one.
         """
         if not (isinstance(q, torch.Tensor) and q.is_cuda):
             raise ValueError(
@@ -76,11 +77,11 @@ class CompiledAttention:
                 "call fa_cute.attention with the mod itself, which finds the same kernel"
             )
         options = api.Options(self.plan.causal, window, scale, self.plan.return_lse, False)
-        prepared = api.lookup((q, k, v), self._mods, options)
+        prepared = api.lookup((q, k, v), self._mods, options, sinks)
         needed = prepared.kernel
         if needed is not None and needed.key != self.key:
             raise ValueError(self._mismatch(needed.plan))
-        result, lse = api.on_gpu(prepared, (q, k, v), self._mods, out)
+        result, lse = api.on_gpu(prepared, (q, k, v), self._mods, out, sinks)
         return result if lse is None else (result, lse)
 
     def _mismatch(self, needed: Plan) -> str:

@@ -14,7 +14,9 @@ from typing import Any, NamedTuple
 import torch
 
 from fa_cute import cpu
+from fa_cute.host.blocks import MaskBlocks
 from fa_cute.host.compile import compiled
+from fa_cute.host.given_mask import as_mask_mod
 from fa_cute.host.launch import Kernel
 from fa_cute.host.planning import NO_MODS, Mods, make_plan
 from fa_cute.host.problem import ALIGNMENT, Problem, allocate, check_out, kernel_ready
@@ -42,7 +44,7 @@ def attention(
     v: torch.Tensor,
     *,
     score_mod: Callable | None = None,
-    mask_mod: Callable | None = None,
+    mask_mod: Callable | MaskBlocks | None = None,
     causal: bool = False,
     window: tuple[int | None, int | None] | None = None,
     scale: float | None = None,
@@ -62,38 +64,37 @@ def attention(
         v: ``(B, Sk, Hk, Dv)``.
         score_mod: ``(score, b, h, q, kv) -> score``, on the scaled score, before masking.
         mask_mod: ``(b, h, q, kv) -> bool``, True where key kv counts for query q. Indices are plain
-            positions: ``q >= kv`` is a top-left causal mask.
+            positions: ``q >= kv`` is a top-left causal mask. Also the ``MaskBlocks`` of
+            ``plan_mask``, or FlexAttention's ``BlockMask``.
         causal: query q sees the keys up to ``q + Sk - Sq`` (aligned to the bottom-right corner).
         window: ``(left, right)``: query q sees keys from ``q + Sk - Sq - left`` to
             ``q + Sk - Sq + right``, both included; None or -1 is unlimited.
         scale: factor on q·k, ``1/sqrt(D)`` by default.
         return_lse: also return the natural logarithm of the sum of the exponentials.
-        sinks: not there yet (NotImplementedError).
+        sinks: ``(Hq,)``, fp32, bf16 or fp16: a learned logit a query head, one more score of each
+            of its rows, without a value. fp32 is read as it is, others are converted on each call.
         deterministic: bitwise repeatable results. The forward always is.
         out: ``(B, Sq, Hq, Dv)`` in q's dtype, to be written and returned; without gradients.
 
     Returns:
         out ``(B, Sq, Hq, Dv)`` in q's dtype; with ``return_lse`` also lse ``(B, Hq, Sq)`` in fp32
         (fp64 for fp64 inputs). Order: scale, score_mod, causal and window, mask_mod, softmax; all
-        masks compose. A row that sees no key gives 0, and -inf in lse.
+        masks compose. A row that sees no key gives 0, and -inf (with ``sinks`` its sink) in lse.
 
     Raises:
         TypeError, ValueError: a wrong argument, named with its shape or value and what is accepted;
             also a mod that cannot be traced, with the line at fault.
-        NotImplementedError: sinks; a gradient on CUDA (the CPU path has gradients).
+        NotImplementedError: a gradient on CUDA (the CPU path has gradients).
     """
-    if sinks is not None:
-        raise NotImplementedError(
-            "sinks are not supported yet: leave sinks=None, or append a key of zeros to k and v "
-            "and give it the sink's score in a score_mod"
-        )
-    mods = NO_MODS if score_mod is None and mask_mod is None else Mods.of(score_mod, mask_mod)
+    mods = NO_MODS
+    if score_mod is not None or mask_mod is not None:
+        mods = Mods.of(score_mod, as_mask_mod(mask_mod, q, k))
     options = Options(causal, window, scale, return_lse, deterministic)
     if isinstance(q, torch.Tensor) and q.is_cuda:
-        prepared = lookup((q, k, v), mods, options)
-        result, lse = on_gpu(prepared, (q, k, v), mods, out)
+        prepared = lookup((q, k, v), mods, options, sinks)
+        result, lse = on_gpu(prepared, (q, k, v), mods, out, sinks)
     else:
-        result, lse = _on_cpu((q, k, v), mods, options, out)
+        result, lse = _on_cpu((q, k, v), mods, options, out, sinks)
     return (result, lse) if return_lse else result
 
 
@@ -101,9 +102,15 @@ Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 Result = tuple[torch.Tensor, torch.Tensor | None]
 
 
-def _on_cpu(qkv: Inputs, mods: Mods, options: Options, out: torch.Tensor | None) -> Result:
-    problem = Problem.of(*qkv, mods=mods, out=out, **options._asdict())
-    if out is not None and _wants_gradient(qkv, mods):
+def _on_cpu(
+    qkv: Inputs,
+    mods: Mods,
+    options: Options,
+    out: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+) -> Result:
+    problem = Problem.of(*qkv, mods=mods, sinks=sinks, out=out, **options._asdict())
+    if out is not None and _wants_gradient(qkv, mods, sinks):
         raise ValueError("out= has no gradient, but an input requires one; leave out, or no_grad()")
     result, lse = cpu.attention(
         *qkv,
@@ -111,6 +118,7 @@ def _on_cpu(qkv: Inputs, mods: Mods, options: Options, out: torch.Tensor | None)
         scale=problem.scale,
         score_mod=mods.score_mod,
         mask_mod=mods.mask_mod,
+        sinks=sinks,
     )
     return (result if out is None else out.copy_(result)), lse
 
@@ -132,10 +140,16 @@ class Prepared(NamedTuple):
 _prepared: dict[tuple, Prepared] = {}
 
 
-def on_gpu(prepared: Prepared, qkv: Inputs, mods: Mods, out: torch.Tensor | None) -> Result:
+def on_gpu(
+    prepared: Prepared,
+    qkv: Inputs,
+    mods: Mods,
+    out: torch.Tensor | None,
+    sinks: torch.Tensor | None = None,
+) -> Result:
     """Run what ``lookup`` prepared: (out, lse), lse None unless the options ask for it."""
     problem, kernel, launch, ready, sign = prepared
-    _refuse_gradient(qkv, mods)
+    _refuse_gradient(qkv, mods, sinks)
     if out is None:
         result, lse = allocate(problem)
     else:
@@ -143,7 +157,10 @@ def on_gpu(prepared: Prepared, qkv: Inputs, mods: Mods, out: torch.Tensor | None
         result, lse = allocate(problem, out if _writable(out, (*qkv, *mods.captured)) else None)
     if kernel is None:
         result.zero_()
-        lse = lse if lse is None else lse.fill_(-math.inf)
+        if lse is not None and sinks is not None:
+            lse.copy_(sinks[:, None])
+        elif lse is not None:
+            lse.fill_(-math.inf)
     else:
         q, k, v = qkv
         if sign != 1:
@@ -151,11 +168,13 @@ def on_gpu(prepared: Prepared, qkv: Inputs, mods: Mods, out: torch.Tensor | None
         if not ready or (q.data_ptr() | k.data_ptr() | v.data_ptr()) % ALIGNMENT:
             q, k, v = kernel_ready(q), kernel_ready(k), kernel_ready(v)
         launch = launch._replace(counter=counter(q.device))
-        kernel(Io(q, k, v, result, lse), _extra(mods), launch)
+        kernel(Io(q, k, v, result, lse), _extra(mods, sinks), launch)
     return (result if out is None or out is result else out.copy_(result)), lse
 
 
-def lookup(qkv: Inputs, mods: Mods, options: Options) -> Prepared:
+def lookup(
+    qkv: Inputs, mods: Mods, options: Options, sinks: torch.Tensor | None = None
+) -> Prepared:
     """The prepared call for these facts, made and checked the first time."""
     q, k, v = qkv
     try:
@@ -167,21 +186,23 @@ def lookup(qkv: Inputs, mods: Mods, options: Options) -> Prepared:
         )
         if mods is not NO_MODS:
             key += (mods.keys, *((t.shape, t.device) for t in mods.captured))
+        if sinks is not None:
+            key += ("sinks", sinks.shape, sinks.dtype, sinks.device)
         prepared = _prepared.get(key)
     except (AttributeError, TypeError):
         # A list for the window, or no tensor at all: the checks below accept it or say what it is.
-        return _prepare(qkv, mods, options)
+        return _prepare(qkv, mods, options, sinks)
     if prepared is None:
-        prepared = _prepare(qkv, mods, options)
+        prepared = _prepare(qkv, mods, options, sinks)
         if len(_prepared) >= PREPARED_LIMIT:
             _prepared.clear()
         _prepared[key] = prepared
     return prepared
 
 
-def _prepare(qkv: Inputs, mods: Mods, options: Options) -> Prepared:
-    problem = Problem.of(*qkv, mods=mods, **options._asdict())
-    _refuse_gradient(qkv, mods)
+def _prepare(qkv: Inputs, mods: Mods, options: Options, sinks: torch.Tensor | None) -> Prepared:
+    problem = Problem.of(*qkv, mods=mods, sinks=sinks, **options._asdict())
+    _refuse_gradient(qkv, mods, sinks)
     if problem.empty:
         return Prepared(problem, None, None, ready=True, sign=1)
     plan = make_plan(problem, mods, current_target(problem.device))
@@ -203,23 +224,27 @@ def positive_scale(scale: float) -> tuple[int, float]:
     return (1, scale) if scale > 0 else (-1, -scale)
 
 
-def _extra(mods: Mods) -> Extra:
+def _extra(mods: Mods, sinks: torch.Tensor | None) -> Extra:
+    if sinks is not None:
+        sinks = sinks.float()
     if mods is NO_MODS:
-        return Extra()
-    return Extra(mods.captured or None, mods.scalars or None)
+        return Extra(sinks=sinks)
+    return Extra(mods.captured or None, mods.scalars or None, sinks)
 
 
-def _wants_gradient(qkv: Inputs, mods: Mods) -> bool:
+def _wants_gradient(qkv: Inputs, mods: Mods, sinks: torch.Tensor | None) -> bool:
     if not torch.is_grad_enabled():
         return False
     q, k, v = qkv
     if q.requires_grad or k.requires_grad or v.requires_grad:
         return True
+    if sinks is not None and sinks.requires_grad:
+        return True
     return mods is not NO_MODS and any(tensor.requires_grad for tensor in mods.captured)
 
 
-def _refuse_gradient(qkv: Inputs, mods: Mods) -> None:
-    if _wants_gradient(qkv, mods):
+def _refuse_gradient(qkv: Inputs, mods: Mods, sinks: torch.Tensor | None) -> None:
+    if _wants_gradient(qkv, mods, sinks):
         raise NotImplementedError(
             "the gradient on CUDA is not there yet, and an input requires one: call under "
             "torch.no_grad(), detach the inputs, or train on CPU tensors, whose path has gradients"

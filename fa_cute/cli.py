@@ -41,6 +41,8 @@ def _parser() -> argparse.ArgumentParser:
         command = commands.add_parser(name, help=about)
         _add_configuration(command)
         command.set_defaults(run=run)
+        if name == "explain":
+            command.add_argument("--plot", metavar="PNG", help="draw the mask's tile map")
         if name == "compile":
             command.add_argument("--from", dest="file", help="a JSON list instead")
             command.add_argument("--workers", type=int, help="processes; the number of cores")
@@ -86,8 +88,10 @@ def _add_configuration(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--target", default=DEFAULT_TARGET, help="sm_90a by default")
 
 
-def _configuration(options: argparse.Namespace) -> dict[str, Any]:
-    """The arguments of ``fa_cute.compile`` that a command line names."""
+def _configuration(
+    options: argparse.Namespace, sizes: tuple[int, int, int, int] | None = None
+) -> dict[str, Any]:
+    """The arguments of ``fa_cute.compile`` that a command line names; ``sizes`` of example mods."""
     from fa_cute.configuration import find_mod
 
     return {
@@ -98,8 +102,8 @@ def _configuration(options: argparse.Namespace) -> dict[str, Any]:
         "window": (options.window_left, options.window_right),
         "gqa_ratio": options.gqa_ratio,
         "return_lse": options.return_lse,
-        "score_mod": options.score_mod and find_mod(options.score_mod),
-        "mask_mod": options.mask_mod and find_mod(options.mask_mod),
+        "score_mod": options.score_mod and find_mod(options.score_mod, sizes),
+        "mask_mod": options.mask_mod and find_mod(options.mask_mod, sizes),
         "target": options.target,
     }
 
@@ -116,7 +120,7 @@ def _compile(options: argparse.Namespace) -> int:
     if options.file is not None:
         return _compile_all(options)
     kernel = fa_cute.compile(**_configuration(options))
-    registers, spills, shared = kernel.resources
+    registers, spills, shared, _ = kernel.resources
     print(f"{kernel.key}  {kernel.plan.target}  from {kernel.source} in {kernel.seconds:.3f} s")
     print(f"{registers} registers a thread, {spills} bytes spilled, {shared} of shared memory")
     return 0
@@ -150,14 +154,15 @@ def _explain(options: argparse.Namespace) -> None:
 
     import fa_cute
 
-    asked = _configuration(options)
+    asked = _configuration(options, (1, options.gqa_ratio, 1024, 1024))
     dtype = getattr(torch, asked["dtype"])
     head_dim_v = asked["head_dim_v"] or asked["head_dim"]
     q = torch.empty(1, 1024, asked["gqa_ratio"], asked["head_dim"], dtype=dtype)
     k, v = q[:, :, :1], torch.empty(1, 1024, 1, head_dim_v, dtype=dtype)
     window = tuple(512 if side else None for side in asked["window"])
     names = ("causal", "return_lse", "score_mod", "mask_mod", "target")
-    print(fa_cute.explain(q, k, v, window=window, **{name: asked[name] for name in names}))
+    given = {name: asked[name] for name in names}
+    print(fa_cute.explain(q, k, v, window=window, plot=options.plot, **given))
 
 
 def _bundle(options: argparse.Namespace) -> None:

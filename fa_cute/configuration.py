@@ -55,8 +55,6 @@ class Configuration:
             raise NotImplementedError(
                 f"direction {self.direction!r}: only 'forward' is there so far"
             )
-        if self.sinks:
-            raise NotImplementedError("sinks are not there yet: pass sinks=False")
         mods = Mods(*(_traced(name, getattr(self, name)) for name in Mods._fields))
         return make_plan(self._asked(), mods, check_target(self.target)), mods
 
@@ -70,6 +68,7 @@ class Configuration:
             window=_window(self.window, self.causal),
             return_lse=bool(self.return_lse),
             deterministic=bool(self.deterministic),
+            sinks=bool(self.sinks),
         )
 
 
@@ -85,6 +84,7 @@ class _Asked:
     window: tuple[int | None, int | None]
     return_lse: bool
     deterministic: bool
+    sinks: bool
     device: str = "a compile without tensors"
 
 
@@ -115,15 +115,17 @@ def _window(window: tuple[bool, bool], causal: bool) -> tuple[int | None, int | 
     return (0 if left else None), (0 if right and not causal else None)
 
 
-def find_mod(text: str) -> Callable[..., Any]:
+def find_mod(text: str, sizes: tuple[int, int, int, int] | None = None) -> Callable[..., Any]:
     """The mod that ``text`` names: ``module:function``, ``file.py:function``, or a variant.
 
-    A variant that takes arguments gets the examples of ``fa_cute.variants``.
+    A variant that takes arguments gets the examples of ``fa_cute.variants``, made for ``sizes``
+    (B, Hq, Sq, Sk) where they are given.
     """
     from fa_cute import variants
 
     if text in variants.ALL:
-        (mod,) = variants.ALL[text].build("cpu", variants.Shape()).values()
+        shape = variants.Shape() if sizes is None else variants.Shape(*sizes)
+        (mod,) = variants.ALL[text].build("cpu", shape).values()
         return mod
     where, _, name = text.rpartition(":")
     if not where:

@@ -9,7 +9,7 @@ With s a block of scores (scaled, modified, masked), m the running maximum and l
 and at the end out = O / l, lse = m + ln l. Memory is linear in the lengths, in the backward too: a
 tile of queries is recomputed there (``torch.utils.checkpoint``), and autograd differentiates the
 graph as torch emits it, captured tensors included. m is a constant to autograd: out and lse do not
-depend on it.
+depend on it. A sink is one more score of a row, without a value: it joins m and l at the end.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from fa_cute.mods.emit_torch import emit
+from fa_cute.mods.intervals import EMPTY, FULL, PARTIAL, Analysis, Extents, region
 from fa_cute.mods.trace import Traced
 from fa_cute.spans import Bounds, KvSpans, kv_spans
 
@@ -39,11 +40,15 @@ def attention(
     scale: float,
     score_mod: Traced | None = None,
     mask_mod: Traced | None = None,
+    sinks: torch.Tensor | None = None,
+    skip: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """out ``(B, Sq, Hq, Dv)`` in q's dtype and lse ``(B, Hq, Sq)`` in fp32 (fp64 for fp64 inputs).
 
-    The arguments are checked already; ``bounds`` holds causal and the window.
-    Computes in fp32, for fp64 inputs in fp64. Differentiable in q, k, v and captured tensors.
+    The arguments are checked already; ``bounds`` holds causal and the window, ``sinks`` ``(Hq,)``
+    logits. ``skip``: leave out tiles that the mods are proved to hide, and the mask where it is
+    proved to hide nothing; the result is the same bit for bit.
+    Computes in fp32, for fp64 inputs in fp64. Differentiable in q, k, v, sinks, captured tensors.
     """
     compute = torch.float64 if q.dtype == torch.float64 else torch.float32
     tile_m = tile_rows(q.shape[0] * q.shape[2])
@@ -54,18 +59,22 @@ def attention(
         bounds=bounds,
         score_mod=score_mod,
         mask_mod=mask_mod,
+        sinks=None if sinks is None else sinks.to(compute),
     )
     sources = [q, k, v, *(t for mod in (score_mod, mask_mod) if mod for t in mod.captured)]
+    sources += [] if sinks is None else [sinks]
     sources = [t for t in sources if t.requires_grad and torch.is_grad_enabled()]
+    extents = Extents(q.shape[0], q.shape[2], bounds.seqlen_q, bounds.seqlen_k)
+    kinds = _proved(extents, tile_m, score_mod, mask_mod) if skip else None
     tiles = []
-    for begin in range(0, max(1, bounds.seqlen_q), tile_m):
-        end = min(begin + tile_m, bounds.seqlen_q)
+    for at, begin in enumerate(range(0, max(1, bounds.seqlen_q), tile_m)):
+        place = begin, min(begin + tile_m, bounds.seqlen_q), kinds and kinds[at]
         if sources:
             tiles.append(
-                checkpoint(walk.tile, begin, end, use_reentrant=False, preserve_rng_state=False)
+                checkpoint(walk.tile, *place, use_reentrant=False, preserve_rng_state=False)
             )
         else:
-            tiles.append(walk.tile(begin, end))
+            tiles.append(walk.tile(*place))
     out = torch.cat([tile[0] for tile in tiles], dim=2).permute(0, 2, 1, 3).to(q.dtype)
     lse = torch.cat([tile[1] for tile in tiles], dim=2)
     for source in sources:
@@ -80,6 +89,35 @@ def tile_rows(heads: int) -> int:
     return max(16, min(512, SCORES_A_TILE // (TILE_N * max(1, heads))))
 
 
+def _proved(
+    extents: Extents, tile_m: int, score_mod: Traced | None, mask_mod: Traced | None
+) -> list[list[int]] | None:
+    """EMPTY, PARTIAL or FULL for each tile of queries and block of keys, all heads together.
+
+    None where nothing is to be proved: without mods, or with one block of keys.
+    """
+    if extents.empty or extents.seqlen_k <= TILE_N or (score_mod is None and mask_mod is None):
+        return None
+    rows = torch.arange(0, extents.seqlen_q, tile_m) // tile_m
+    blocks = torch.arange(0, extents.seqlen_k, TILE_N) // TILE_N
+    kinds = torch.full((1, 1, len(rows), len(blocks)), FULL, dtype=torch.int8)
+    for mod in (score_mod, mask_mod):
+        if mod is not None:
+            analysis = Analysis.of(mod, extents, "cpu")
+            b = torch.arange(extents.batch if "b" in analysis.reads else 1)
+            h = torch.arange(extents.heads if "h" in analysis.reads else 1)
+            place = (b.view(-1, 1, 1, 1), h.view(-1, 1, 1), rows.view(-1, 1), blocks)
+            tiles = region(extents, (tile_m, TILE_N), place)
+            if mod is mask_mod:
+                told = analysis.visible(tiles)
+            else:
+                told = torch.where(analysis.hidden(tiles), EMPTY, FULL)
+            kinds = torch.minimum(kinds, told)
+    kinds = kinds.flatten(0, 1)
+    kept, whole = (kinds != EMPTY).any(0), (kinds == FULL).all(0)
+    return (kept.int() + whole.int()).tolist()
+
+
 @dataclass(frozen=True)
 class _Walk:
     """A call: scaled q ``(B, Hq, Sq, D)``, blocks of K ``(B, Hk, D, n)``, V ``(B, Hk, n, Dv)``."""
@@ -90,9 +128,15 @@ class _Walk:
     bounds: Bounds
     score_mod: Traced | None
     mask_mod: Traced | None
+    sinks: torch.Tensor | None
 
-    def tile(self, q_begin: int, q_end: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """out ``(B, Hq, m, Dv)`` and lse ``(B, Hq, m)`` of the queries ``[q_begin, q_end)``."""
+    def tile(
+        self, q_begin: int, q_end: int, kinds: list[int] | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """out ``(B, Hq, m, Dv)`` and lse ``(B, Hq, m)`` of the queries ``[q_begin, q_end)``.
+
+        ``kinds``: what is proved of each block of keys, or None.
+        """
         q = self.q[:, :, q_begin:q_end]
         batch, heads, rows, _ = q.shape
         row_max = q.new_full((batch, heads, rows), -torch.inf)
@@ -100,30 +144,35 @@ class _Walk:
         acc = q.new_zeros((batch, heads, rows, self.v_blocks[0].shape[3]))
         spans = kv_spans(self.bounds, q_begin, q_end, TILE_N)
         for block in reversed(range(spans.begin, spans.end)):
-            seen = self._seen(spans, block, q_begin, q_end)
+            kind = PARTIAL if kinds is None else kinds[block]
+            if kind == EMPTY:
+                continue
+            seen = self._seen(spans, block, q_begin, q_end, masked=kind != FULL)
             if seen is not None and not seen.any():
                 continue
             scores, v = self._scores(q, block, seen, q_begin)
-            new_max = torch.maximum(row_max, scores.detach().amax(dim=-1))
-            # Only the subtrahend is made finite: the stored maximum of a row that has seen nothing
-            # stays -inf, so that a later strongly negative score still becomes its maximum.
-            finite = torch.where(new_max == -torch.inf, 0, new_max)
-            rescale = torch.exp(row_max - finite)
+            row_max, finite, rescale = _raised(row_max, scores.detach().amax(dim=-1))
             p = torch.exp_(scores - finite[..., None])
             row_sum = row_sum * rescale + p.sum(dim=-1)
             acc = acc * rescale[..., None] + _grouped(p, v)
-            row_max = new_max
+        if self.sinks is not None:
+            sink = self.sinks[None, :, None]
+            row_max, finite, rescale = _raised(row_max, sink.detach())
+            row_sum = row_sum * rescale + torch.exp(sink - finite)
+            acc = acc * rescale[..., None]
         blind = row_sum == 0
         row_sum = torch.where(blind, 1, row_sum)
         lse = torch.where(blind, -torch.inf, row_max + torch.log(row_sum))
         return acc / row_sum[..., None], lse
 
-    def _seen(self, spans: KvSpans, block: int, q_begin: int, q_end: int) -> torch.Tensor | None:
+    def _seen(
+        self, spans: KvSpans, block: int, q_begin: int, q_end: int, *, masked: bool
+    ) -> torch.Tensor | None:
         """Which scores of a block count, broadcastable to ``(B, Hq, m, n)``; None: all of them."""
         seen = None
         if not spans.middle_begin <= block < spans.middle_end:
             seen = self._inside(block, q_begin, q_end)
-        if self.mask_mod is not None:
+        if self.mask_mod is not None and masked:
             where = self._positions(block, q_begin, q_end)
             mask = emit(*self.mask_mod, **where)
             seen = mask if seen is None else seen & mask
@@ -168,6 +217,10 @@ class _Walk:
             used = seen.expand(batch, heads, rows, k.shape[3]).reshape(shape).any(3).any(2)
             k = torch.where(used[:, :, None, :], k, 0)
             v = torch.where(used[..., None], v, 0)
+        if self.mask_mod is not None:
+            # One layout for the products whether the mask was evaluated or not: their order of
+            # summation, and so the last bit, may depend on it.
+            k, v = k.contiguous(), v.contiguous()
         scores = _grouped(q, k)
         if self.score_mod is not None:
             if seen is not None:
@@ -176,6 +229,19 @@ class _Walk:
             modified = emit(*self.score_mod, score=scores, **where)
             scores = modified.to(scores.dtype).expand(scores.shape)
         return (scores if seen is None else torch.where(seen, scores, -torch.inf)), v
+
+
+def _raised(
+    row_max: torch.Tensor, top: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The maximum with ``top`` in it, what to subtract from scores, and the factor on sums so far.
+
+    Only the subtrahend is made finite: the stored maximum of a row that has seen nothing stays
+    -inf, so that a later strongly negative score still becomes its maximum.
+    """
+    new_max = torch.maximum(row_max, top)
+    finite = torch.where(new_max == -torch.inf, 0, new_max)
+    return new_max, finite, torch.exp(row_max - finite)
 
 
 def _grouped(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:

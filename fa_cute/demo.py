@@ -152,7 +152,7 @@ def _kernel(case: Case) -> list[str]:
         cold = get()
     compiling.forget()
     warm = get()
-    registers, spills, _ = warm.resources
+    registers, spills, *_ = warm.resources
     sources = f"{cold.source} then {warm.source}"
     if sources != "compiled then disk":
         raise RuntimeError(f"the demo expected a cold compile and a warm load, not {sources}")

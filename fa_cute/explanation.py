@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import torch
 
 from fa_cute import cpu
 from fa_cute.host import cache, compile
+from fa_cute.host.blocks import MaskBlocks, plan_mask
 from fa_cute.host.configs import REGISTERS_PER_SM
+from fa_cute.host.given_mask import as_mask_mod
 from fa_cute.host.planning import Mods, make_plan
 from fa_cute.host.problem import Problem, described, layout_is_ready
 from fa_cute.host.target import current_target
+from fa_cute.mods.affine import ranges_of
 from fa_cute.plan import Plan
+from fa_cute.tilemap import text, write_png
 
 
 def explain(
@@ -21,20 +26,24 @@ def explain(
     v: torch.Tensor,
     *,
     score_mod: Callable | None = None,
-    mask_mod: Callable | None = None,
+    mask_mod: Callable | MaskBlocks | None = None,
     causal: bool = False,
     window: tuple[int | None, int | None] | None = None,
     scale: float | None = None,
     return_lse: bool = False,
+    sinks: torch.Tensor | None = None,
     deterministic: bool = False,
     target: str | None = None,
+    plot: str | Path | None = None,
 ) -> str:
-    """What ``fa_cute.attention`` would run: tile, key, captured operands, graphs, cache state.
+    """What ``fa_cute.attention`` would run: tile, key, operands, graphs, cache state, tile map.
 
-    Nothing is compiled or launched, and no data is read. Arguments and errors are those of
-    ``attention``. ``target`` ("sm_90a") explains the kernel for another device than q's; without
-    it, CPU tensors are explained as the CPU path that runs them.
+    Nothing is compiled and no attention is run; of the tensors only those that a mask captures are
+    read, for its tile map. Arguments and errors are those of ``attention``. ``target`` ("sm_90a")
+    explains the kernel for another device than q's; without it, CPU tensors are explained as the
+    CPU path that runs them. ``plot``: a PNG file to draw the tile map of the mask to.
     """
+    mask_mod = as_mask_mod(mask_mod, q, k)
     mods = Mods.of(score_mod, mask_mod)
     problem = Problem.of(
         q,
@@ -45,23 +54,31 @@ def explain(
         window=window,
         scale=scale,
         return_lse=return_lse,
+        sinks=sinks,
         deterministic=deterministic,
         target=target,
     )
     lines = list(_problem_lines(problem))
+    tile = None
     if target is None and problem.device.type == "cpu":
         lines += _cpu_lines(problem)
+        tile = (cpu.tile_rows(problem.batch * problem.heads_q), cpu.TILE_N)
     elif problem.empty:
-        lines.append("kernel: none; nothing to compute, out is 0 and lse -inf")
+        lines.append("kernel: none; nothing to compute, out is 0 and lse -inf or the sinks")
     else:
         plan = make_plan(problem, mods, target or current_target(problem.device))
         lines += _plan_lines(plan)
         lines += _copy_lines(q, k, v)
+        tile = (plan.config.tile_m, plan.config.tile_n)
+    if mask_mod is not None and tile is not None and not problem.empty:
+        lines += _map_lines(mask_mod, problem, tile, plot)
+    elif plot is not None:
+        raise ValueError(f"there is no mask to draw to {plot}: give a mask_mod")
     for name, traced in mods.present():
         lines += [f"{name}: graph {traced.graph.key[:16]}", *_indented(traced.graph.describe())]
         for at, tensor in enumerate(traced.captured):
-            text = described(f"captured[{at}] is", tensor)
-            lines.append(f"    {text}, strides {tensor.stride()}")
+            said = described(f"captured[{at}] is", tensor)
+            lines.append(f"    {said}, strides {tensor.stride()}")
         for at, number in enumerate(traced.scalars):
             lines.append(f"    scalars[{at}] is {number}, passed by value")
     return "\n".join(lines)
@@ -110,11 +127,37 @@ def _cache_state(plan: Plan, key: str) -> str:
     return f"neither in memory nor in {folder}: a call compiles it"
 
 
+def _map_lines(
+    mask_mod: Callable, problem: Problem, tile: tuple[int, int], plot: str | Path | None
+) -> Iterator[str]:
+    """The mask's tiles: how many of each kind, the proof, and the map of its first head."""
+    sizes = (problem.batch, problem.heads_q, problem.seqlen_q, problem.seqlen_k)
+    blocks = plan_mask(mask_mod, *sizes, device=problem.device, tile=tile)
+    empty, partial, full = blocks.counts()
+    total = empty + partial + full
+    proof = "evaluating every element" if blocks.evaluated else "interval arithmetic"
+    ranges = ranges_of(blocks.traced.graph)
+    yield (
+        f"mask: {empty} tiles empty, {partial} partial, {full} full of {total} "
+        f"({blocks.batch} x {blocks.heads} maps), told by {proof}; {(partial + full) / total:.1%} "
+        "of the work is kept (causal and the window not counted)"
+    )
+    if ranges is not None:
+        yield f"mask: {len(ranges.ranges)} affine range(s) of keys a query"
+    if tile[1] != cpu.TILE_N:
+        yield "mask: the kernel evaluates it on all of them; the CPU path skips"
+    kinds = blocks.kinds()[0, 0]
+    if plot is not None:
+        write_png(kinds, plot)
+        yield f"mask: tile map of batch 0, head 0 drawn to {plot}"
+    yield from _indented(text(kinds))
+
+
 def _copy_lines(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Iterator[str]:
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if not layout_is_ready(tensor):
             yield f"copy: {described(name, tensor)} has strides {tensor.stride()}, made contiguous"
 
 
-def _indented(text: str) -> list[str]:
-    return [f"    {line}" for line in text.splitlines()]
+def _indented(block: str) -> list[str]:
+    return [f"    {line}" for line in block.splitlines()]

@@ -21,7 +21,8 @@ class FwdConfig:
 
     ``tile_m`` query rows a CTA, 64 of them a consumer warpgroup; ``tile_n`` keys a block;
     ``kv_stages`` slots in each of the K and the V ring, ``q_stages`` in Q's; registers a thread as
-    ``setmaxnreg`` sets them, for the producer's warpgroup and for each consumer's.
+    ``setmaxnreg`` sets them, for the producer's warpgroup and for each consumer's. ``ping_pong``:
+    consumers issue their products in strict turns.
     """
 
     tile_m: int
@@ -30,6 +31,7 @@ class FwdConfig:
     q_stages: int
     producer_registers: int
     consumer_registers: int
+    ping_pong: bool = True
 
     @property
     def consumers(self) -> int:
@@ -60,6 +62,16 @@ class Plan:
     target: str
     config: FwdConfig
 
+    @property
+    def width(self) -> int:
+        """Columns of Q and K in shared memory: head_dim, padded there with zeros."""
+        return padded(self.head_dim)
+
+    @property
+    def width_v(self) -> int:
+        """Columns of V in shared memory and of O in registers: head_dim_v, padded with zeros."""
+        return padded(self.head_dim_v)
+
     def parts(self) -> dict[str, str]:
         """The named parts of the identity, as text that is stable across processes and machines."""
         return {f.name: _text(getattr(self, f.name)) for f in fields(self)}
@@ -69,6 +81,11 @@ class Plan:
         """A stable digest of ``parts()``: 32 hexadecimal digits."""
         text = "\n".join(f"{name}={value}" for name, value in self.parts().items())
         return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def padded(head_dim: int) -> int:
+    """A head dim up to the next multiple of 32: a row's swizzle atom, and a quad's vectors of O."""
+    return -(-head_dim // 32) * 32
 
 
 def _text(value: Any) -> str:
@@ -96,7 +113,7 @@ class Extra(NamedTuple):
     """What some plans need beside ``Io``; a member that a plan lacks is None: no part of the call.
 
     ``captured`` holds the mods' captured tensors (score_mod's, then mask_mod's), ``scalars`` their
-    captured 0-d CPU tensors as Python numbers, in the same order.
+    captured 0-d CPU tensors as Python numbers, in the same order. ``sinks`` is ``(Hq,)`` float32.
     """
 
     captured: Any = None

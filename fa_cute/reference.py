@@ -26,6 +26,7 @@ def attention(
     window: tuple[int | None, int | None] | None = None,
     scale: float | None = None,
     return_lse: bool = False,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """out ``(B, Sq, Hq, Dv)`` in fp64; with ``return_lse`` also lse ``(B, Hq, Sq)``, fp64, natural.
 
@@ -50,7 +51,11 @@ def attention(
         scores = _run(score_mod, (scores,), shape, q.device).double()
     scores = torch.where(seen, scores, -torch.inf)
 
-    lse = torch.logsumexp(scores, dim=3)
+    joined = scores
+    if sinks is not None:
+        sink = sinks.double().view(1, heads, 1, 1).expand(*shape[:3], 1)
+        joined = torch.cat((scores, sink), dim=3)
+    lse = torch.logsumexp(joined, dim=3)
     blind = lse == -torch.inf
     p = torch.exp(scores - torch.where(blind, 0, lse)[..., None])
     out = (p @ v).permute(0, 2, 1, 3)

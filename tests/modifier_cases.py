@@ -81,9 +81,11 @@ def _scores() -> list[Case]:
         "score twice": lambda s, b, h, q, kv: s * torch.sigmoid(s) + s,
     }
     loose = {"pow": (2e-5, 2e-5), "soft cap": (1e-3, 2e-2), "sine of a large angle": (1e-3, 1e-3)}
-    return cases + [
+    cases += [
         Case(name, "score", mod, *loose.get(name, (1e-5, 1e-5))) for name, mod in functions.items()
     ]
+    domains = {"sin": 1e5, "cos": 1e5, "sine of a large angle": 1e2}
+    return [case._replace(domain=domains.get(case.name, math.inf)) for case in cases]
 
 
 def _integers() -> list[Case]:

@@ -40,12 +40,6 @@ def test_out_has_no_gradient() -> None:
         assert fa_cute.attention(q, q, q, out=out) is out
 
 
-def test_what_is_not_there_yet_says_so() -> None:
-    q = half(1, 5, 2, 16)
-    with pytest.raises(NotImplementedError, match="sinks are not supported yet"):
-        fa_cute.attention(q, q, q, sinks=torch.zeros(2))
-
-
 def test_a_mod_must_be_a_function() -> None:
     q = half(1, 5, 2, 16)
     for name in ("score_mod", "mask_mod"):

@@ -40,7 +40,7 @@ PLAN = Plan(
     sinks=False,
     deterministic=False,
     target="sm_90a",
-    config=FwdConfig(128, 128, 2, 24, 240, True),
+    config=FwdConfig(128, 128, 2, 1, 24, 240),
 )
 
 
@@ -51,7 +51,7 @@ def _store() -> cache.Store:
 
 
 def _launch(kernel: compiling.Kernel) -> None:
-    kernel(Io(None, None, None, None), Extra(), Launch(1.0, 0, 0, 1))
+    kernel(Io(None, None, None, None), Extra(), Launch(1.0, 0, 0, 1, None))
 
 
 def test_memory_then_disk_then_compiler(builds: Callable[[], int]) -> None:
@@ -78,7 +78,7 @@ def test_every_part_is_in_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
         "sinks": True,
         "deterministic": True,
         "target": "sm_100a",
-        "config": FwdConfig(128, 128, 3, 24, 240, True),
+        "config": FwdConfig(128, 128, 3, 1, 24, 240),
     }
     keys = {compiling.key_of(compiling.key_parts(PLAN))}
     for name, value in changed.items():

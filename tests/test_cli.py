@@ -79,9 +79,9 @@ def test_compile_prints_the_key_and_the_resources(
 
 
 def test_an_error_is_a_sentence_and_a_status(capsys: pytest.CaptureFixture) -> None:
-    assert main(["compile", "--head-dim", "96"]) == 1
+    assert main(["compile", "--head-dim", "97"]) == 1
     error = capsys.readouterr().err
-    assert error.startswith("fa-cute: ") and "96" in error and "Traceback" not in error
+    assert error.startswith("fa-cute: ") and "97" in error and "Traceback" not in error
 
 
 def test_explain_says_what_a_call_would_run(

@@ -7,6 +7,7 @@ host and kept as a shared object in FA_CUTE_CACHE_DIR: a host with that folder n
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 import subprocess
 from collections.abc import Callable, Sequence
@@ -25,13 +26,17 @@ DEVICE = ("captured", "emit", "lower", "mma_sm90", "scope", "score")  # what the
 
 
 class Case(NamedTuple):
-    """A named mod, ``kind`` "score" or "mask"; ``rtol``, ``atol`` bound its kernel's error."""
+    """A named mod, ``kind`` "score" or "mask"; ``rtol``, ``atol`` bound its kernel's error.
+
+    That holds for scores up to ``domain``; beyond it the result need only lie in [-1, 1].
+    """
 
     name: str
     kind: str
     mod: Callable
     rtol: float = 1e-5
     atol: float = 1e-5
+    domain: float = math.inf
 
     def traced(self) -> Traced:
         """The mod's graph and operands."""

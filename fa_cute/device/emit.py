@@ -197,7 +197,10 @@ def _reciprocal(x: Value, exact: bool) -> Value:
 
 
 def _turn(x: Value) -> Value:
-    """x less the nearest multiple of 2 pi: the hardware's sine and cosine are for [-pi, pi]."""
+    """x less the nearest multiple of 2 pi: the hardware's sine and cosine are for [-pi, pi].
+
+    Good to 1e-3 up to |x| = 1e5. An fp32 angle far beyond that is known to less than a turn anyway.
+    """
     turns = math.roundeven(arith.mulf(x, like(x, 1.0 / (_TWO_PI[0] + _TWO_PI[1]))))
     for piece in _TWO_PI:
         x = math.fma(turns, like(x, -piece), x)
@@ -219,6 +222,7 @@ _PREDICATES = {
 
 
 def compare(op: str, a: Value, b: Value) -> Value:
+    """``op`` ("lt", "le", "eq", "ne") of two values of one type: booleans; NaN is unequal to all."""
     real, signed, truth = _PREDICATES[op]
     element = element_of(a)
     if not isinstance(element, ir.IntegerType):

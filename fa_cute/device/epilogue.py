@@ -9,13 +9,17 @@ packed neighbours intact.
 
 from __future__ import annotations
 
+from typing import Any
+
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Uint32
+from cutlass import Float32, Int32, Uint32, const_expr
 
 from fa_cute.device.mma_sm90 import FRAGMENT_ROWS
 
 QUAD = 4
+VECTOR_COLUMNS = 8  # 16 bytes
+BLOCK_COLUMNS = QUAD * VECTOR_COLUMNS
 
 
 def transpose_quad(words: list[Uint32], lane: Int32) -> list[Uint32]:
@@ -35,11 +39,23 @@ def transpose_quad(words: list[Uint32], lane: Int32) -> list[Uint32]:
     return words
 
 
+def vectors_of(block: int, lane: int | Int32, columns: int) -> tuple[int | Int32, Any]:
+    """The first column of ``lane``'s vector of a row's 32-column ``block``; whether it is real.
+
+    Columns from ``columns`` on are padding. Their number is a multiple of 8, so a vector is real or
+    padding as a whole. Blocks without padding give True: no instruction.
+    """
+    first = block * BLOCK_COLUMNS + lane * VECTOR_COLUMNS
+    whole = (block + 1) * BLOCK_COLUMNS <= columns
+    return first, True if whole else first < columns
+
+
 @cute.jit
 def store_rows(o: cute.Tensor, g_out: cute.Tensor, row: Int32, rows: Int32) -> None:
     """Write the accumulator ``o``, in the output's dtype, to ``row`` and ``row + 8`` of (Sq, Dv).
 
-    ``o`` keeps the accumulator's value order (pair, row, group of 8 columns); ``rows`` is Sq.
+    ``o`` keeps the accumulator's value order (pair, row, group of 8 columns); ``rows`` is Sq. It is
+    as wide as Dv padded to 32: its columns past Dv are not written.
     """
     lane = cute.arch.lane_idx() % QUAD
     pairs = cute.size(o) // (2 * FRAGMENT_ROWS)
@@ -52,13 +68,22 @@ def store_rows(o: cute.Tensor, g_out: cute.Tensor, row: Int32, rows: Int32) -> N
             vectors.append(transpose_quad(words, lane))
         position = row + 8 * r
         if position < rows:
-            g_row = cute.recast_tensor(g_out[position, None], Uint32)
+            g_row = g_out[position, None]
             for block in cutlass.range_constexpr(pairs // QUAD):
-                vector = cute.make_rmem_tensor(QUAD, Uint32)
-                for j in cutlass.range_constexpr(QUAD):
-                    vector[j] = vectors[block][j]
-                target = cute.local_tile(g_row, (QUAD,), (block * QUAD + lane,))
-                cute.autovec_copy(vector, target)
+                first, real = vectors_of(block, lane, cute.size(g_row))
+                if const_expr(real is True):
+                    _store_vector(vectors[block], g_row, first)
+                elif real:
+                    _store_vector(vectors[block], g_row, first)
+
+
+def _store_vector(words: list[Uint32], g_row: cute.Tensor, first: Int32) -> None:
+    """Write 8 columns of ``g_row`` (Dv,) from column ``first`` on: 16 bytes, aligned."""
+    vector = cute.make_rmem_tensor(QUAD, Uint32)
+    for j in range(QUAD):
+        vector[j] = words[j]
+    target = cute.local_tile(cute.recast_tensor(g_row, Uint32), (QUAD,), (first // VECTOR_COLUMNS,))
+    cute.autovec_copy(vector, target)
 
 
 @cute.jit

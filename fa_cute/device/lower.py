@@ -70,14 +70,6 @@ class Schedule:
     column: tuple[int, ...]
     diagonal: tuple[int, ...]
 
-    @property
-    def hungry(self) -> bool:
-        """Does computing a score take many registers: a load or a short vector a score?"""
-        nodes = zip(self.lowered.graph.nodes, self.levels, strict=True)
-        return any(
-            level == "element" and (node.op == "load" or node.width > 1) for node, level in nodes
-        )
-
 
 @functools.lru_cache(maxsize=256)
 def schedule(graph: Graph) -> Schedule:

@@ -46,14 +46,19 @@ def region() -> Any:
 class Slot:
     """One stage of a ring, held: its ``index``, the ``barrier`` that a TMA copy completes on."""
 
-    def __init__(self, index: Int32, barrier: Any, empty: Any):
+    def __init__(self, index: Int32, barrier: Any, empty: Any, *, read_by_lanes: bool = False):
         self.index, self.barrier = index, barrier
-        self._empty, self.released = empty, False
+        self._empty, self._read_by_lanes, self.released = empty, read_by_lanes, False
 
     def release(self) -> None:
-        """This warp has read the slot: one lane arrives for it."""
+        """This warp has read the slot: one lane arrives for it.
+
+        Reads by wgmma are over when its wait is. Reads by the lanes themselves are ordered here.
+        """
         assert not self.released, "a slot was released twice; each is released exactly once"
         self.released = True
+        if self._read_by_lanes:
+            cute.arch.sync_warp()
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive(self._empty)
 
@@ -105,7 +110,8 @@ class Ring:
         """Producer: wait until the next slot is free and hand it out.
 
         Where TMA fills it, its bytes are announced first, and the copies made inside complete on
-        ``slot.barrier``. Where the warp writes it, the warp arrives when the block ends.
+        ``slot.barrier``. Where the warp writes it, lane 0 must do so: it arrives for the writes
+        when the block ends.
         """
         full, empty = (self._at(barriers) for barriers in self.barriers)
         cute.arch.mbarrier_wait(empty, self.phase)
@@ -114,16 +120,15 @@ class Ring:
                 cute.arch.mbarrier_arrive_and_expect_tx(full, self.spec.tx_bytes)
         yield Slot(self.index, full, None)
         if not self.spec.tx_bytes:
-            cute.arch.sync_warp()
-            with cute.arch.elect_one():
-                cute.arch.mbarrier_arrive(full)
+            _arrive_from_writer(full)
         self._advance()
 
     def take(self) -> Slot:
         """Consumer: wait for the next slot; it must be released exactly once."""
         full, empty = self.barriers
         cute.arch.mbarrier_wait(self._at(full), self.phase)
-        slot = Slot(self.index, self._at(full), self._at(empty))
+        by_lanes = not self.spec.tx_bytes
+        slot = Slot(self.index, self._at(full), self._at(empty), read_by_lanes=by_lanes)
         self.slots.append(slot)
         self._advance()
         return slot
@@ -180,6 +185,12 @@ class Turns:
             cute.arch.barrier_arrive(
                 barrier_id=self.first + following, number_of_threads=self.THREADS
             )
+
+
+@cute.jit
+def _arrive_from_writer(full) -> None:
+    if cute.arch.lane_idx() == 0:
+        cute.arch.mbarrier_arrive(full)
 
 
 @cute.jit

@@ -77,11 +77,15 @@ def section_of(head_bytes: Int32, ratio: int) -> Int32:
 
 
 @cute.jit
-def draw(tiles: Tiles, counter: cute.Tensor, ctas: Int32) -> Int32:
-    """The next tile of this CTA, drawn by one lane for its warp; ``>= count`` when none is left."""
+def draw(tiles: Tiles, counter: cute.Tensor, ctas: Int32, target: cute.Tensor) -> Int32:
+    """The next tile of this CTA, ``>= count`` when none is left: for all lanes of the warp.
+
+    Lane 0 draws it, and writes it to ``target`` (1,) for the consumers.
+    """
     drawn = Int32(0)
     if cute.arch.lane_idx() == 0:
         drawn = cute.arch.atomic_add(counter.iterator, Int32(1), sem="relaxed", scope="gpu")
         if drawn == tiles.count - 1:
             counter[0] = 0
+        target[0] = drawn + ctas
     return cute.arch.shuffle_sync(drawn, 0) + ctas

@@ -65,7 +65,7 @@ def _add(a: Float32, b: Float32) -> Float32:
 
 
 def exponentiate(s: cute.Tensor, state: RowState, c: Float32, *, first: bool) -> None:
-    """S becomes P in place, ``(2, columns)`` fp32, and ``state`` goes on to this block.
+    """S becomes P in place, ``(2, columns)`` fp32; ``state`` takes this block's maximum.
 
     Unless it is the ``first`` block, ``state.scale`` is then what O is to be multiplied by.
     """
@@ -79,9 +79,13 @@ def exponentiate(s: cute.Tensor, state: RowState, c: Float32, *, first: bool) ->
             state.scale[r] = exp2(cute.math.fma(state.maximum[r], c, shift))
         state.maximum[r] = maximum
         for i in range(columns):
-            row[i] = exp2(cute.math.fma(row[i], c, shift))
-            s[r, i] = row[i]
-        total = _reduce(row, _add)
+            s[r, i] = exp2(cute.math.fma(row[i], c, shift))
+
+
+def add_up(s: cute.Tensor, state: RowState, *, first: bool) -> None:
+    """Take P ``(2, columns)`` into the sums. Last in a block: nothing waits for it."""
+    for r in range(FRAGMENT_ROWS):
+        total = _reduce([s[r, i] for i in range(cute.size(s, mode=[1]))], _add)
         state.sum[r] = total if first else cute.math.fma(state.sum[r], state.scale[r], total)
 
 
@@ -92,15 +96,29 @@ def rescale(o: cute.Tensor, state: RowState) -> None:
             o[r, i] = o[r, i] * state.scale[r]
 
 
-def finish(o: cute.Tensor, state: RowState, c: Float32) -> list[Float32]:
-    """Divide O by its sums; return the natural log-sum-exp of each row (-inf: nothing seen)."""
+def finish(o: cute.Tensor, state: RowState, c: Float32, sink: Float32 | None) -> list[Float32]:
+    """Divide O by its sums; return the natural log-sum-exp of each row (-inf: nothing seen).
+
+    A ``sink`` is one more score of each row, without a value: it joins the maximum and the sum.
+    """
     logs = []
     for r in range(FRAGMENT_ROWS):
-        total = _across_quad(state.sum[r], _add)
+        total, top = _across_quad(state.sum[r], _add), state.maximum[r] * (c * LN_2)
+        factor = Float32(1.0)
+        if sink is not None:
+            top, factor, share = _join(top, sink)
+            total = cute.math.fma(total, factor, share)
         empty = total == 0.0
-        inverse = cutlass.select_(empty, Float32(0.0), cute.arch.rcp_approx(total))
+        inverse = cutlass.select_(empty, Float32(0.0), factor * cute.arch.rcp_approx(total))
         for i in range(cute.size(o, mode=[1])):
             o[r, i] = o[r, i] * inverse
-        lse = state.maximum[r] * (c * LN_2) + cute.math.log2(total, fastmath=True) * LN_2
+        lse = top + cute.math.log2(total, fastmath=True) * LN_2
         logs.append(cutlass.select_(empty, -Float32.inf, lse))
     return logs
+
+
+def _join(top: Float32, sink: Float32) -> tuple[Float32, Float32, Float32]:
+    """The maximum of a row and its sink; the row's sums and the sink's own, relative to it."""
+    joint = cute.arch.fmax(top, sink)
+    shift = cutlass.select_(joint == -Float32.inf, Float32(0.0), joint)
+    return joint, exp2((top - shift) * LOG2_E), exp2((sink - shift) * LOG2_E)

@@ -211,7 +211,7 @@ def build(plan: Plan, scratch: Path) -> Built:
         shared = _shared_memory(str(function.ir_module))
         unlinked = scratch / "kernel.o"
         function.export_to_c(object_file_path=str(unlinked), function_name=launch.SYMBOL)
-    resources = Resources(*_ptxas(remarks), shared)
+    resources = Resources(*_ptxas(remarks), shared, len(re.findall(r"\(C751\d\)", remarks)))
     linked = scratch / "kernel.so"
     if _link(unlinked, linked):
         return Built(linked, True, resources)
@@ -275,7 +275,7 @@ def _fake_arguments(plan: Plan) -> tuple[Io, Extra, Launch]:
     scalars = tuple(numbers[kind](0) for graph in graphs for kind in graph.scalars)
     return (
         Io(q, k, v, out, lse),
-        Extra(captured or None, scalars or None),
+        Extra(captured or None, scalars or None, _fake_sinks() if plan.sinks else None),
         Launch(Float32(0), Int32(0), Int32(0), Int32(0), _fake_counter()),
     )
 
@@ -312,6 +312,16 @@ def _fake_lse() -> Any:
     shape = tuple(cute.sym_int() for _ in range(3))
     stride = (cute.sym_int64(), cute.sym_int64(), 1)
     return make_fake_tensor(_element("float32"), shape, stride, assumed_align=4)
+
+
+def _fake_sinks() -> Any:
+    """(Hq,) of float32, any stride."""
+    import cutlass.cute as cute
+    from cutlass.cute.runtime import make_fake_tensor
+
+    return make_fake_tensor(
+        _element("float32"), (cute.sym_int(),), (cute.sym_int64(),), assumed_align=4
+    )
 
 
 def _fake_counter() -> Any:

@@ -23,11 +23,16 @@ SYMBOL = "fa_cute_kernel"
 
 
 class Resources(NamedTuple):
-    """What ptxas reports of a kernel, and its shared memory: registers a thread, then bytes."""
+    """What ptxas reports of a kernel, and its shared memory: registers a thread, then bytes.
+
+    ``serialised`` counts ptxas's notes that it made wgmmas wait where the kernel does not (C7510 to
+    C7519): their registers did not suffice, or were touched too early. A sound kernel has none.
+    """
 
     registers: int
     spill_bytes: int
     shared_memory: int
+    serialised: int = 0
 
 
 class Kernel:

@@ -97,7 +97,7 @@ def make_plan(problem: Problem, mods: Mods, target: str) -> Plan:
         score_mod=score_mod,
         mask_mod=mask_mod,
         return_lse=problem.return_lse,
-        sinks=False,
+        sinks=problem.sinks,
         deterministic=False,
         target=target,
         config=config,

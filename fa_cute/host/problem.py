@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 CPU_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 CUDA_DTYPES = (torch.float16, torch.bfloat16)
+SINK_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 # Positions, and sums of two lengths and of a length and a bound, stay in int32 in the kernels.
 MAX_LENGTH = 2**30
@@ -58,6 +59,7 @@ class Problem:
     scale: float
     return_lse: bool
     deterministic: bool
+    sinks: bool = False
 
     @classmethod
     def of(
@@ -72,6 +74,7 @@ class Problem:
         scale: float | None = None,
         return_lse: bool = False,
         deterministic: bool = False,
+        sinks: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
         target: str | None = None,
     ) -> Problem:
@@ -99,9 +102,12 @@ class Problem:
             scale=_scale(scale, head_dim),
             return_lse=_flag("return_lse", return_lse),
             deterministic=_flag("deterministic", deterministic),
+            sinks=sinks is not None,
         )
         if kernels:
             _check_kernel_limits(problem)
+        if sinks is not None:
+            _check_sinks(problem, sinks)
         for name, traced in mods.present():
             check_captured(problem, name, traced)
         if out is not None:
@@ -258,14 +264,33 @@ def _check_shapes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
             )
 
 
+def _check_sinks(problem: Problem, sinks: Any) -> None:
+    """One logit a query head, where q is."""
+    if not isinstance(sinks, torch.Tensor):
+        raise TypeError(f"sinks must be a torch.Tensor or None, not {type(sinks).__name__}")
+    accepted = SINK_DTYPES + ((torch.float64,) if problem.dtype == torch.float64 else ())
+    if tuple(sinks.shape) != (problem.heads_q,) or sinks.layout != torch.strided:
+        raise ValueError(
+            f"{described('sinks', sinks)}: it holds a logit a query head, so its shape is "
+            f"({problem.heads_q},)"
+        )
+    if sinks.dtype not in accepted:
+        raise ValueError(
+            f"{described('sinks', sinks)}: {', '.join(map(str, accepted))} are accepted beside "
+            f"q in {problem.dtype}; convert it with .float()"
+        )
+    if sinks.device != problem.device:
+        raise ValueError(f"sinks is on {sinks.device}, but q on {problem.device}; move it there")
+
+
 def _check_kernel_limits(problem: Problem) -> None:
     """What the CUDA kernels can take beyond what ``_check_tensors`` saw."""
     dims = (problem.head_dim, problem.head_dim_v)
-    if dims not in configs.head_dims():
+    if not configs.takes(*dims):
         raise ValueError(
-            f"head dims (D, Dv) are {dims}; kernels exist for "
-            f"{configs.listed_head_dims()}; pad q, k and v with zeros up to one of them and pass "
-            f"scale={problem.head_dim}**-0.5, or call with CPU tensors, where every head dim works"
+            f"head dims (D, Dv) are {dims}; kernels exist for {configs.HEAD_DIMS}; pad q, k and v "
+            f"with zeros up to one and pass scale={problem.head_dim}**-0.5, or call with CPU "
+            "tensors, where every head dim works"
         )
     rows = problem.batch * problem.heads_q * problem.seqlen_q
     tiles = problem.batch * problem.heads_q * -(-problem.seqlen_q // 64)

@@ -26,7 +26,7 @@ from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import cpasync, warpgroup
 
 from fa_cute.device import epilogue, mask, mma_sm90, score, softmax
-from fa_cute.device.operand import TmaOperand, loader, tma_operand
+from fa_cute.device.operand import Reuse, TmaOperand, loader, tma_operand
 from fa_cute.device.ring import Turns
 from fa_cute.device.scheduler import Place, Tiles, draw, section_of
 from fa_cute.device.topology import WARPGROUP, RingSpec, Role, Topology
@@ -41,9 +41,9 @@ NEXT_STAGES = 2
 def topology(plan: Plan) -> Topology:
     """Who works, and what each waits for."""
     c = plan.config
-    q_bytes = c.tile_m * plan.head_dim * 2
-    k_bytes = c.tile_n * plan.head_dim * 2
-    v_bytes = c.tile_n * plan.head_dim_v * 2
+    q_bytes = c.tile_m * plan.width * 2
+    k_bytes = c.tile_n * plan.width * 2
+    v_bytes = c.tile_n * plan.width_v * 2
     return Topology(
         roles=(
             Role("load", 1, c.producer_registers, 1, "draws tiles; TMA loads of Q, K and V"),
@@ -98,12 +98,16 @@ class Mods(NamedTuple):
 
 
 class Work(NamedTuple):
-    """A consumer's share of a tile: the tile, its warpgroup, its thread of 128, its first row."""
+    """A consumer's share of a tile: the tile, its warpgroup, its thread of 128, its first row.
+
+    ``sink``: the logit that the head adds to every row's softmax, or None.
+    """
 
     place: Place
     warpgroup: Int32
     thread: Int32
     row: Int32
+    sink: Float32 | None
 
 
 class Fragments(NamedTuple):
@@ -135,7 +139,7 @@ class FwdSm90:
     def __init__(self, plan: Plan):
         self.plan, self.config = plan, plan.config
         self.topology = topology(plan)
-        self.turns = Turns(TURNS, plan.config.consumers)
+        self.turns = Turns(TURNS, plan.config.consumers if plan.config.ping_pong else 1)
         self.dtype = DTYPES[plan.dtype]
         self.longest_first = plan.causal or any(plan.window)
         graphs = (plan.score_mod, plan.mask_mod)
@@ -145,14 +149,14 @@ class FwdSm90:
     def __call__(self, io: Io, extra: Extra, launch: Launch, stream):
         plan, c = self.plan, self.config
         layouts = (
-            mma_sm90.smem_layout(self.dtype, c.tile_m, plan.head_dim, c.q_stages),
-            mma_sm90.smem_layout(self.dtype, c.tile_n, plan.head_dim, c.kv_stages),
-            mma_sm90.smem_layout(self.dtype, c.tile_n, plan.head_dim_v, c.kv_stages),
+            mma_sm90.smem_layout(self.dtype, c.tile_m, plan.width, c.q_stages),
+            mma_sm90.smem_layout(self.dtype, c.tile_n, plan.width, c.kv_stages),
+            mma_sm90.smem_layout(self.dtype, c.tile_n, plan.width_v, c.kv_stages),
         )
         boxes = (
-            (c.tile_m, plan.head_dim),
-            (c.tile_n, plan.head_dim),
-            (c.tile_n, plan.head_dim_v),
+            (c.tile_m, plan.width),
+            (c.tile_n, plan.width),
+            (c.tile_n, plan.width_v),
         )
         q, k, v = (
             tma_operand(tensor, layout, box)
@@ -166,7 +170,7 @@ class FwdSm90:
             lse=io.lse,
             counter=launch.counter,
             qk=mma_sm90.make_mma(self.dtype, c.consumers, c.tile_n, p_times_v=False),
-            pv=mma_sm90.make_mma(self.dtype, c.consumers, plan.head_dim_v, p_times_v=True),
+            pv=mma_sm90.make_mma(self.dtype, c.consumers, plan.width_v, p_times_v=True),
             layouts=layouts,
             tiles=self.number(io),
             bounds=self.bounds(io, launch),
@@ -245,13 +249,13 @@ class FwdSm90:
             spans = self.spans(x, place)
             # Drawn before this tile's loads: the atomic's microsecond passes under them.
             with rings.next.fill() as following:
-                tile = draw(x.tiles, x.counter, ctas)
-                buffers.next[following.index] = tile
+                target = cute.local_tile(buffers.next, (1,), (following.index,))
+                tile = draw(x.tiles, x.counter, ctas, target)
             if spans.begin < spans.end:
                 kv_head = place.head // self.plan.gqa_ratio
-                load_q = loader(x.q, buffers.q, place.head, place.batch)
-                load_k = loader(x.k, buffers.k, kv_head, place.batch)
-                load_v = loader(x.v, buffers.v, kv_head, place.batch)
+                load_q = loader(x.q, buffers.q, place.head, place.batch, Reuse.ONCE)
+                load_k = loader(x.k, buffers.k, kv_head, place.batch, Reuse.OFTEN)
+                load_v = loader(x.v, buffers.v, kv_head, place.batch, Reuse.OFTEN)
                 with rings.k.fill() as first:
                     load_k(spans.last, first)
                 with rings.q.fill() as only:
@@ -276,14 +280,16 @@ class FwdSm90:
             place = x.tiles.place(tile, self.longest_first)
             spans = self.spans(x, place)
             row = place.block * self.config.tile_m + group * mma_sm90.ROWS
-            work = Work(place, group, thread, row + mma_sm90.row_of(thread))
+            sink = x.extra.sinks[place.head] if const_expr(self.plan.sinks) else None
+            work = Work(place, group, thread, row + mma_sm90.row_of(thread), sink)
             if spans.begin < spans.end:
                 rows = Mods(*(self.enter(mod, place, row) for mod in mods))
                 rings = self.attend(x, rings, buffers, (work, rows), spans)
             else:
-                o = cute.make_rmem_tensor(self.plan.head_dim_v // 2, Float32)
+                o = cute.make_rmem_tensor(self.plan.width_v // 2, Float32)
                 o.fill(0.0)
-                self.store(x, work, o, [-Float32.inf] * mma_sm90.FRAGMENT_ROWS)
+                log = -Float32.inf if const_expr(sink is None) else sink
+                self.store(x, work, o, [log] * mma_sm90.FRAGMENT_ROWS)
             with rings.next.drain() as following:
                 tile = buffers.next[following.index]
 
@@ -326,8 +332,10 @@ class FwdSm90:
         warpgroup.wait_group(0)
         k.release()
         self.modify(body, blocks, s, spans.last, True)
-        softmax.exponentiate(mma_sm90.rows_and_columns(s), state, self.exponent(body), first=True)
+        s_view = mma_sm90.rows_and_columns(s)
+        softmax.exponentiate(s_view, state, self.exponent(body), first=True)
         mma_sm90.convert(s, f.p)
+        softmax.add_up(s_view, state, first=True)
         rings = self.sweep(body, rings, spans.middle_end, spans.last, True)
         rings = self.sweep(body, rings, spans.middle_begin, spans.middle_end, False)
         if const_expr(x.bounds.left is not None):
@@ -337,7 +345,7 @@ class FwdSm90:
         mma_sm90.gemm(x.pv, f.o, f.p, f.v[None, None, None, v.index], clear=False)
         warpgroup.wait_group(0)
         v.release()
-        logs = softmax.finish(mma_sm90.rows_and_columns(f.o), state, self.exponent(body))
+        logs = softmax.finish(mma_sm90.rows_and_columns(f.o), state, self.exponent(body), work.sink)
         self.store(x, work, f.o, logs)
         return rings
 
@@ -360,8 +368,10 @@ class FwdSm90:
             softmax.exponentiate(s_view, state, self.exponent(body), first=False)
             warpgroup.wait_group(0)
             v.release()
-            softmax.rescale(mma_sm90.rows_and_columns(f.o), state)
+            # P first: the next S and P V wait for it, and for nothing below.
             mma_sm90.convert(s, f.p)
+            softmax.rescale(mma_sm90.rows_and_columns(f.o), state)
+            softmax.add_up(s_view, state, first=False)
         return rings
 
     def enter_block(self, mods: Mods, block: Int32) -> Mods:
@@ -404,7 +414,7 @@ class FwdSm90:
             k=qk.make_fragment_B(qk.partition_B(buffers.k)),
             v=pv.make_fragment_B(pv.partition_B(v)),
             p=pv.make_fragment_A(x.pv.partition_shape_A((c.tile_m, c.tile_n))),
-            o=cute.make_rmem_tensor(x.pv.partition_shape_C((c.tile_m, plan.head_dim_v)), Float32),
+            o=cute.make_rmem_tensor(x.pv.partition_shape_C((c.tile_m, plan.width_v)), Float32),
         )
 
     def store(self, x: Operands, work: Work, o: cute.Tensor, logs: list) -> None:

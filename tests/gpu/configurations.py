@@ -37,6 +37,13 @@ class Configuration:
     return_lse: bool = True
     mods: Builder | None = None
     approximation: float = 0.0
+    head_dim_v: int | None = None
+    sinks: bool = False
+
+    @property
+    def width_v(self) -> int:
+        """The head dim of v and out."""
+        return self.head_dim if self.head_dim_v is None else self.head_dim_v
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -51,11 +58,13 @@ class Configuration:
         """The kernel, from memory, disk or the compiler."""
         return fa_cute.compile(
             head_dim=self.head_dim,
+            head_dim_v=self.head_dim_v,
             dtype=self.torch_dtype,
             causal=self.causal,
             gqa_ratio=self.ratio,
             window=self.window,
             return_lse=self.return_lse,
+            sinks=self.sinks,
             target=target,
             **self.modifiers(torch.device("meta"), Shape()),
         )
@@ -116,6 +125,51 @@ FAULTS: dict[str, Configuration] = {
     "head_and_position": C(64, ratio=4, mods=modifiers.head_and_position),
     "distance": C(64, causal=True, mods=modifiers.distance),
 }
+# Head dims of every row of the table and, padded, between them; full and causal, dtypes in turn.
+HEAD_DIMS: dict[str, Configuration] = {
+    "96-full": C(96),
+    "96-causal": C(96, causal=True, ratio=3),
+    "192-full": C(192, ratio=4),
+    "192-causal": C(192, dtype="float16", causal=True),
+    "256-full": C(256),
+    "256-causal": C(256, causal=True, ratio=3),
+    "256-fp16": C(256, dtype="float16", causal=True),
+    "192-128-full": C(192, head_dim_v=128),
+    "192-128-causal": C(192, head_dim_v=128, causal=True, ratio=4),
+    "8": C(8, dtype="float16"),
+    "32": C(32, causal=True),
+    "40": C(40),
+    "72": C(72, causal=True, ratio=3),
+    "80": C(80, dtype="float16"),
+    "104": C(104),
+    "136": C(136, causal=True),
+    "160": C(160),
+    "200": C(200, causal=True),
+    "224": C(224, dtype="float16"),
+    "248": C(248),
+    "64-128": C(64, head_dim_v=128),
+    "128-96": C(128, head_dim_v=96, causal=True),
+    "256-64": C(256, head_dim_v=64),
+    "72-200": C(72, head_dim_v=200, causal=True),
+}
+WIDE_MODS: dict[str, Configuration] = {
+    "96-both": C(96, causal=True, ratio=3, mods=modifiers.both),
+    "192-document": C(192, mods=modifiers.document),
+    "192-128-alibi": C(192, head_dim_v=128, causal=True, mods=modifiers.alibi, ratio=4),
+    "256-both": C(256, causal=True, ratio=3, mods=modifiers.both),
+    "256-tight_diagonal": C(256, mods=modifiers.tight_diagonal),
+    "256-softcap": C(256, mods=modifiers.softcap(50.0), approximation=0.03),
+    "256-window": C(256, window=(True, True)),
+    "72-tight": C(72, mods=modifiers.tight),
+}
+SINKS: dict[str, Configuration] = {
+    "64-full": C(64, sinks=True),
+    "128-causal": C(128, causal=True, ratio=4, sinks=True),
+    "128-fp16-window": C(128, dtype="float16", window=(True, True), sinks=True),
+    "256-causal": C(256, causal=True, sinks=True),
+    "64-alibi": C(64, causal=True, ratio=4, mods=modifiers.alibi, sinks=True),
+    "without lse": C(64, ratio=4, return_lse=False, sinks=True),
+}
 
 
 def variant(name: str) -> Configuration:
@@ -133,6 +187,9 @@ def everything() -> Iterator[tuple[str, Configuration]]:
         "ratios": RATIOS,
         "mods": MODS,
         "faults": FAULTS,
+        "head dims": HEAD_DIMS,
+        "wide mods": WIDE_MODS,
+        "sinks": SINKS,
         "variants": {name: variant(name) for name in variants.ALL},
     }
     for group, members in groups.items():

@@ -42,6 +42,9 @@ def test_agrees_with_torch(name: str) -> None:
     for case, found in zip(chosen, out, strict=True):
         want = expected(case, scores[..., :q, :kv], SCALE).to(torch.float32)
         close = torch.isclose(found, want, rtol=case.rtol, atol=case.atol, equal_nan=True)
+        inputs = scores[..., :q, :kv] * SCALE
+        beyond = inputs.isfinite() & (inputs.abs() > case.domain)
+        close |= beyond & (found.abs() <= 1)
         if not close.all():
             first = tuple((~close).nonzero()[0].tolist())
             faults.append(

@@ -1,0 +1,102 @@
+"""The table of forward rows: which one a call gets, and that each makes a sound kernel."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+import fa_cute
+from fa_cute.host import configs
+from fa_cute.host.configs import FWD_SM90, REGISTERS_PER_SM, Row, fwd_sm90
+from fa_cute.plan import padded
+
+SHARED_MEMORY = 227 * 1024
+ALL_HEAD_DIMS = range(configs.STEP, configs.LARGEST_HEAD_DIM + 1, configs.STEP)
+
+
+def calls(row: Row) -> list[tuple[bool, bool]]:
+    """The (cut, modified) of calls with the row's own head dims that get it; the most work last."""
+    ways = itertools.product((False, True), repeat=2)
+    return [
+        (cut, modified)
+        for cut, modified in ways
+        if fwd_sm90(*row.head_dims, cut=cut, modified=modified) is row.config
+    ]
+
+
+def test_every_head_dim_has_a_row() -> None:
+    for dims in itertools.product(ALL_HEAD_DIMS, repeat=2):
+        for cut, modified in itertools.product((False, True), repeat=2):
+            config = fwd_sm90(*dims, cut=cut, modified=modified)
+            width, width_v = map(padded, dims)
+            elements = config.tile_m * width * config.q_stages
+            elements += config.tile_n * (width + width_v) * config.kv_stages
+            assert 2 * elements + 2048 <= SHARED_MEMORY, dims
+            consumers = config.consumers * config.consumer_registers
+            assert 128 * (config.producer_registers + consumers) <= REGISTERS_PER_SM
+
+
+@pytest.mark.parametrize(
+    ("dims", "row"),
+    [
+        ((8, 8), (64, 64)),
+        ((64, 72), (96, 96)),
+        ((64, 128), (128, 128)),
+        ((128, 96), (128, 128)),
+        ((192, 128), (192, 128)),
+        ((136, 64), (192, 128)),
+        ((128, 192), (192, 192)),
+        ((200, 8), (256, 256)),
+    ],
+)
+def test_the_narrowest_row_that_holds_both(dims: tuple[int, int], row: tuple[int, int]) -> None:
+    for cut, modified in itertools.product((False, True), repeat=2):
+        options = {"cut": cut, "modified": modified}
+        assert fwd_sm90(*dims, **options) is fwd_sm90(*row, **options)
+
+
+@pytest.mark.parametrize("dims", [(12, 64), (64, 4), (264, 64), (64, 512), (0, 64)], ids=str)
+def test_other_head_dims_have_none(dims: tuple[int, int]) -> None:
+    with pytest.raises(ValueError, match="each may be one of the multiples of 8 up to 256"):
+        fwd_sm90(*dims, cut=False, modified=False)
+
+
+def test_every_row_is_used() -> None:
+    assert all(calls(row) for row in FWD_SM90)
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("at", range(len(FWD_SM90)), ids=lambda at: str(FWD_SM90[at].head_dims))
+def test_no_row_spills_or_serialises(at: int) -> None:
+    """Each row's kernel for the most work: with bounds on both sides, a softcap, sinks, lse."""
+    row = FWD_SM90[at]
+    cut, modified = calls(row)[-1]
+    kernel = fa_cute.compile(
+        head_dim=row.head_dims[0],
+        head_dim_v=row.head_dims[1],
+        dtype=("bfloat16", "float16")[at % 2],
+        causal=cut,
+        window=(cut, False),
+        score_mod=(lambda s, b, h, q, kv: 30 * torch.tanh(s / 30)) if modified else None,
+        return_lse=True,
+        sinks=True,
+        target="sm_90a",
+    )
+    assert kernel.plan.config == row.config
+    assert kernel.resources.spill_bytes == 0 and kernel.resources.serialised == 0
+    assert kernel.resources.shared_memory <= SHARED_MEMORY
+
+
+@pytest.mark.compile
+def test_a_row_that_needs_too_many_registers_is_told() -> None:
+    """d96 in tiles of 192 x 128: ptxas spills, and says that it serialises the wgmmas."""
+    from dataclasses import replace
+
+    from fa_cute.configuration import Configuration
+    from fa_cute.host.compile import compiled
+
+    plan, _ = Configuration(head_dim=96, dtype="bfloat16", target="sm_90a").plan()
+    kernel = compiled(replace(plan, config=replace(plan.config, tile_n=128)))
+    assert kernel.resources.spill_bytes > 0 and kernel.resources.serialised > 0

@@ -1,0 +1,80 @@
+"""The epilogue, thread by thread: each real element is written once, with its own value."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from fa_cute.host.configs import LARGEST_HEAD_DIM, STEP
+from fa_cute.plan import padded
+
+ROWS, QUAD = 64, 4
+
+
+class Quad:
+    """Four lanes in lockstep: a butterfly shuffle of one hands over what its partner sends."""
+
+    def __init__(self) -> None:
+        self.barrier = threading.Barrier(QUAD, timeout=20)
+        self.sent: list[Any] = [None] * QUAD
+        self.own = threading.local()
+
+    def shuffle(self, value: Any, *, offset: int) -> Any:
+        self.sent[self.own.lane] = value
+        self.barrier.wait()
+        got = self.sent[self.own.lane ^ offset]
+        self.barrier.wait()
+        return got
+
+    def run(self, body: Any) -> list[Any]:
+        results: list[Any] = [None] * QUAD
+
+        def work(lane: int) -> None:
+            self.own.lane = lane
+            results[lane] = body(lane)
+
+        threads = [threading.Thread(target=work, args=(lane,)) for lane in range(QUAD)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return results
+
+
+@pytest.mark.compile
+def test_each_real_element_is_written_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every head dim that kernels take, every thread of a warpgroup, every value it holds."""
+    from fa_cute.device import epilogue
+    from fa_cute.device.mma_sm90 import column_of, row_of
+
+    quad = Quad()
+    monkeypatch.setattr(epilogue.cutlass, "select_", lambda c, a, b: a if c else b)
+    monkeypatch.setattr(epilogue.cute.arch, "shuffle_sync_bfly", quad.shuffle)
+
+    def pair(lane: int, group: int) -> tuple[int, int]:
+        """The columns of a lane's packed pair ``group``, by the accumulator's layout."""
+        return tuple(column_of(2 * group + half) + 2 * lane for half in range(2))
+
+    for columns in range(STEP, LARGEST_HEAD_DIM + 1, STEP):
+        groups = padded(columns) // 8
+        assert groups % QUAD == 0
+
+        def body(lane: int, groups: int = groups, columns: int = columns) -> list:
+            written = []
+            for block in range(groups // QUAD):
+                words = [pair(lane, block * QUAD + j) for j in range(QUAD)]
+                vector = epilogue.transpose_quad(words, lane)
+                first, real = epilogue.vectors_of(block, lane, columns)
+                held = [column for word in vector for column in word]
+                assert held == list(range(first, first + 8)), (columns, block, lane, held)
+                written += held if real else []
+            return written
+
+        counts = Counter(column for lane in quad.run(body) for column in lane)
+        assert counts == Counter(range(columns)), columns
+    rows = Counter(row_of(thread) + 8 * r for thread in range(128) for r in range(2))
+    assert rows == Counter(QUAD * list(range(ROWS))), "a row belongs to the lanes of one quad"
+    assert all(row_of(thread) == row_of(thread - thread % QUAD) for thread in range(128))
