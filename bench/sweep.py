@@ -2,8 +2,8 @@
 
 First ``--compile-only`` on any host fills FA_CUTE_CACHE_DIR; then, on the device, the same flags
 without it measure every row and FA3 in the same rounds. A row is written
-``tile_m x tile_n x stages : producer registers / consumer registers : p|s`` (persistent, single),
-e.g. ``128x176x2:24/240:p``.
+``tile_m x tile_n x KV stages x Q stages : producer / consumer registers : t|n`` (turns, none),
+e.g. ``128x176x2x1:24/240:t``.
 """
 
 from __future__ import annotations
@@ -26,29 +26,30 @@ from fa_cute.host.compile import compiled
 from fa_cute.host.configs import fwd_sm90
 from fa_cute.host.planning import Mods
 from fa_cute.host.target import sm_count
+from fa_cute.host.workspace import counter
 from fa_cute.plan import Extra, FwdConfig, Io, Launch, Plan
 
 ROWS = {
     (128, 128): (
-        "128x128x2:24/240:p 128x128x2:24/240:s 128x176x2:24/240:p 128x176x2:24/240:s "
-        "128x160x2:24/240:p 128x144x2:24/240:p 128x112x2:24/240:p 128x96x3:24/240:p "
-        "192x128x2:32/160:p 192x128x2:24/160:s 192x96x2:32/160:p 192x112x2:32/160:p"
+        "128x128x2x1:24/240:t 128x128x2x1:24/240:n 128x176x2x1:24/240:t 128x176x2x1:24/240:n "
+        "128x160x2x1:24/240:t 128x144x2x1:24/240:t 128x112x2x1:24/240:t 128x96x3x1:24/240:t "
+        "192x128x2x1:32/160:t 192x128x2x1:24/160:n 192x96x2x1:32/160:t 192x112x2x1:32/160:t"
     ),
     (64, 64): (
-        "192x128x2:32/160:p 192x128x2:32/160:s 192x128x3:32/160:p 192x160x2:32/160:p "
-        "192x192x2:32/160:p 192x96x3:32/160:p 128x128x3:24/240:p 128x192x3:24/240:p "
-        "128x256x2:24/240:p 128x160x3:24/240:p"
+        "192x128x2x1:32/160:t 192x128x2x1:32/160:n 192x128x3x1:32/160:t 192x160x2x1:32/160:t "
+        "192x192x2x1:32/160:t 192x96x3x1:32/160:t 128x128x3x1:24/240:t 128x192x3x1:24/240:t "
+        "128x256x2x1:24/240:t 128x160x3x1:24/240:t"
     ),
 }
-_ROW = re.compile(r"(\d+)x(\d+)x(\d+):(\d+)/(\d+):([ps])")
+_ROW = re.compile(r"(\d+)x(\d+)x(\d+)x(\d+):(\d+)/(\d+):([tn])")
 
 
 def row(text: str) -> FwdConfig:
     """A config row from its text."""
     found = _ROW.fullmatch(text)
     if found is None:
-        raise SystemExit(f"{text!r} is no row; write it like 128x176x2:24/240:p")
-    return FwdConfig(*map(int, found.groups()[:5]), persistent=found[6] == "p")
+        raise SystemExit(f"{text!r} is no row; write it like 128x176x2x1:24/240:t")
+    return FwdConfig(*map(int, found.groups()[:6]), ping_pong=found[7] == "t")
 
 
 def plan(case: Case, config: FwdConfig, device: str) -> tuple[Plan, Mods]:
@@ -140,7 +141,7 @@ def _ours(case: Case, text: str, x: Inputs) -> Candidate:
     out = torch.empty_like(x.q[..., : case.dim_v])
     io, extra = Io(*x, out), Extra(mods.captured or None, mods.scalars or None)
     count = sm_count(x.q.device)
-    launch = Launch(case.head_dim**-0.5, case.window or 0, 0, count)
+    launch = Launch(case.head_dim**-0.5, case.window or 0, 0, count, counter(x.q.device))
 
     def call() -> torch.Tensor:
         kernel(io, extra, launch)
@@ -158,8 +159,8 @@ def _rows(case: Case, texts: list[str]) -> list[str]:
     cut, modified = case.mask != "full", case.variant != "plain"
     c = fwd_sm90(*dims, cut=cut, modified=modified)
     registers = f"{c.producer_registers}/{c.consumer_registers}"
-    tile = f"{c.tile_m}x{c.tile_n}x{c.kv_stages}"
-    return [f"{tile}:{registers}:{'p' if c.persistent else 's'}"]
+    tile = f"{c.tile_m}x{c.tile_n}x{c.kv_stages}x{c.q_stages}"
+    return [f"{tile}:{registers}:{'t' if c.ping_pong else 'n'}"]
 
 
 def _cells(line: dict[str, Any]) -> list[str]:
