@@ -202,7 +202,11 @@ def operands(device: str) -> list[Case]:
             s * ribbon[q - kv, 1] + torch.log(1.0 + torch.abs(q - kv))
         ),
     }
-    cases = [Case(name, "score", mod, 1e-5, 2e-4) for name, mod in functions.items()]
+    domains = {"short vector": 1e5}
+    cases = [
+        Case(name, "score", mod, 1e-5, 2e-4, domains.get(name, math.inf))
+        for name, mod in functions.items()
+    ]
     mask = Case(
         "documents", "mask", lambda b, h, q, kv: documents[b, q] == documents[b, kv], 0.0, 0.0
     )

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from fa_cute.host.configs import FWD_SM90, REGISTERS_PER_SM, fwd_sm90
+from fa_cute.host.configs import FWD_SM90, REGISTERS_PER_SM
 from fa_cute.host.planning import NO_MODS, Mods, make_plan
 from fa_cute.host.problem import (
     Problem,
@@ -245,7 +245,7 @@ def test_a_target_without_kernels_is_refused() -> None:
 
 
 def test_configuration_rows_fit_the_machine() -> None:
-    for (d, dv), _, _, config, why in FWD_SM90:
+    for (d, dv), _, _, config, why, _ in FWD_SM90:
         assert why and config.tile_m % 64 == 0 and config.tile_n % 8 == 0
         registers = config.producer_registers, config.consumer_registers
         assert all(count % 8 == 0 for count in registers)

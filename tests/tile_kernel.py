@@ -28,7 +28,8 @@ DEVICE = ("captured", "emit", "lower", "mma_sm90", "scope", "score")  # what the
 class Case(NamedTuple):
     """A named mod, ``kind`` "score" or "mask"; ``rtol``, ``atol`` bound its kernel's error.
 
-    That holds for scores up to ``domain``; beyond it the result need only lie in [-1, 1].
+    That holds for scores up to ``domain``; beyond it (angles of many turns, sums that cancel) the
+    result need only be finite.
     """
 
     name: str

@@ -222,7 +222,7 @@ _PREDICATES = {
 
 
 def compare(op: str, a: Value, b: Value) -> Value:
-    """``op`` ("lt", "le", "eq", "ne") of two values of one type: booleans; NaN is unequal to all."""
+    """``op`` ("lt", "le", "eq", "ne") of two values of one type, as booleans."""
     real, signed, truth = _PREDICATES[op]
     element = element_of(a)
     if not isinstance(element, ir.IntegerType):

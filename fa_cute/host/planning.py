@@ -80,15 +80,17 @@ def make_plan(problem: Problem, mods: Mods, target: str) -> Plan:
         )
     score_mod, mask_mod = (None if traced is None else traced.graph for traced in mods)
     window = tuple(bound is not None for bound in problem.window)
+    dtype = str(problem.dtype).removeprefix("torch.")
     config = configs.fwd_sm90(
         problem.head_dim,
         problem.head_dim_v,
         cut=problem.causal or any(window),
         modified=score_mod is not None or mask_mod is not None,
+        dtype=dtype,
     )
     return Plan(
         direction="forward",
-        dtype=str(problem.dtype).removeprefix("torch."),
+        dtype=dtype,
         head_dim=problem.head_dim,
         head_dim_v=problem.head_dim_v,
         gqa_ratio=problem.gqa_ratio,
