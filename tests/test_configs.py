@@ -99,7 +99,8 @@ def test_a_row_that_needs_too_many_registers_is_told() -> None:
 
     from fa_cute.configuration import Configuration
     from fa_cute.host.compile import compiled
+    from fa_cute.plan import FwdConfig
 
     plan, _ = Configuration(head_dim=96, dtype="bfloat16", target="sm_90a").plan()
-    kernel = compiled(replace(plan, config=replace(plan.config, tile_n=128)))
+    kernel = compiled(replace(plan, config=FwdConfig(192, 128, 2, 2, 32, 160)))
     assert kernel.resources.spill_bytes > 0 and kernel.resources.serialised > 0

@@ -280,8 +280,8 @@ def _cast(x: Value, kind: str) -> Value:
 def _round_fp8(x: Value, mantissa: int, lowest: int, largest: float, beyond: float) -> Value:
     """Round half to even to ``mantissa`` bits and exponents from ``lowest`` on.
 
-    Sizes over ``largest`` become ``beyond``. In float32 arithmetic, because the hardware's
-    conversion saturates where torch's does not.
+    Sizes over ``largest`` become ``beyond``. In float32 arithmetic, because the hardware converts
+    two or four values at a time, and saturates where torch gives infinity.
     """
     drop = 23 - mantissa
     size = math.absf(x)
@@ -297,8 +297,8 @@ def _round_fp8(x: Value, mantissa: int, lowest: int, largest: float, beyond: flo
 
 
 def _round_to(x: Value, dtype: str) -> Value:
-    if dtype == "float8_e4m3fn":
-        return _round_fp8(x, 3, -6, 448.0, float("nan"))
+    if dtype == "float8_e4m3fn":  # saturates, as torch's from 2.13 on; before, torch gave NaN
+        return _round_fp8(x, 3, -6, 448.0, 448.0)
     if dtype == "float8_e5m2":
         return _round_fp8(x, 2, -14, 57344.0, float("inf"))
     if dtype in ("float32", "float64"):
