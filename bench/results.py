@@ -19,13 +19,24 @@ class Report:
         now = datetime.datetime.now(datetime.timezone.utc)
         stamp = now.strftime("%Y-%m-%dT%H:%MZ")
         self.path = path or FOLDER / f"{now:%Y-%m-%d}-{kind}.json"
-        self.head = {"kind": kind, "date": stamp, "command": " ".join(sys.argv)} | head
+        self.head = {"kind": kind, "date": stamp, "command": command(sys.argv)} | head
         self.rows: list[dict[str, Any]] = []
 
     def save(self) -> None:
         """Write the file as it stands: a run that is cut short keeps its rows."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.path.write_text(json.dumps(self.head | {"rows": self.rows}, indent=1) + "\n")
+
+
+def command(argv: Sequence[str]) -> str:
+    """How to run it again, on any machine: without its paths (the module's, and ``--out``)."""
+    words, kept = iter(argv[1:]), []
+    for word in words:
+        if word == "--out":
+            next(words, None)
+        elif not word.startswith("--out="):
+            kept.append(word)
+    return " ".join([f"python -m bench.{Path(argv[0]).stem}", *kept])
 
 
 def table(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:

@@ -15,8 +15,17 @@ import sys
 import torch
 
 import fa_cute
-from tests.gpu.configurations import MODS, PLAIN, RATIOS, WINDOWS, Configuration
-from tests.gpu.judging import arguments, call, inputs
+from tests.gpu.configurations import (
+    HEAD_DIMS,
+    MODS,
+    PLAIN,
+    RATIOS,
+    SINKS,
+    WIDE_MODS,
+    WINDOWS,
+    Configuration,
+)
+from tests.gpu.judging import DEVICE, arguments, call, inputs
 
 KINDS: dict[str, tuple[Configuration, tuple[int, int], dict]] = {
     "full d128": (PLAIN["d128-bf16-full-3"], (200, 300), {}),
@@ -33,6 +42,15 @@ KINDS: dict[str, tuple[Configuration, tuple[int, int], dict]] = {
     "both mods": (MODS["both"], (200, 200), {}),
     "integers": (MODS["integers"], (65, 65), {}),
     "floats": (MODS["floats"], (65, 65), {}),
+    "d96": (HEAD_DIMS["96-causal"], (300, 300), {}),
+    "d192": (HEAD_DIMS["192-full"], (200, 300), {}),
+    "d192/128": (HEAD_DIMS["192-128-causal"], (300, 300), {}),
+    "d256": (HEAD_DIMS["256-causal"], (300, 300), {}),
+    "padded d72": (HEAD_DIMS["72"], (200, 200), {}),
+    "padded d248": (HEAD_DIMS["248"], (129, 200), {}),
+    "d256, both mods": (WIDE_MODS["256-both"], (200, 200), {}),
+    "d256, diagonal": (WIDE_MODS["256-tight_diagonal"], (129, 200), {}),
+    "sinks": (SINKS["128-causal"], (300, 200), {}),
 }
 
 
@@ -46,6 +64,8 @@ def main(argv: list[str] | None = None) -> int:
         if words and not any(word in name for word in words):
             continue
         x = inputs(configuration, lengths, batch=1, heads_k=2)
+        if configuration.sinks:
+            run_time = run_time | {"sinks": torch.linspace(-1, 1, x.q.shape[2], device=DEVICE)}
         options = arguments(configuration, x, **run_time)
         out, _ = call(configuration, x, **options)
         torch.cuda.synchronize()

@@ -12,7 +12,7 @@ import torch
 from bench import peers
 from bench.attention import summary
 from bench.cases import VARIANTS, Case
-from bench.results import Report, table
+from bench.results import Report, command, table
 from bench.selection import PRESETS, parser, selection
 from bench.sweep import ROWS, row
 from fa_cute.mods.trace import trace_score_mod
@@ -88,6 +88,12 @@ def test_report(tmp_path: Path) -> None:
     assert json.loads(report.path.read_text())["rows"] == rows
     lines = table(["a", "b"], [["x", "1"], ["yy", "22"]]).splitlines()
     assert len({len(line) for line in lines}) == 1
+
+
+def test_a_command_names_no_machine() -> None:
+    argv = ["/somewhere/bench/attention.py", "--dims=64", "--out", "/tmp/a.json", "--rounds", "4"]
+    assert command(argv) == "python -m bench.attention --dims=64 --rounds 4"
+    assert command([*argv[:2], "--out=/tmp/a.json"]) == "python -m bench.attention --dims=64"
 
 
 def test_inputs_have_outliers() -> None:
