@@ -34,6 +34,7 @@ LARGEST_FLOAT32 = 3.4028234663852886e38
 
 # TMA reads 16 bytes at a time: addresses and strides (in bytes) are multiples of this.
 ALIGNMENT = 16
+WIDE_INTEGERS = (torch.int64, torch.uint32)
 
 
 @dataclass(frozen=True)
@@ -312,6 +313,7 @@ def check_captured(problem: Problem, mod: str, traced: Traced) -> None:
             )
         if tensor.numel() == 0 and not problem.empty:
             raise ValueError(f"{name}, has no element to read")
+        _check_range(name, tensor)
     extents = {
         "b": (problem.batch, "the batch size"),
         "h": (problem.heads_q, "the number of query heads"),
@@ -332,6 +334,19 @@ def check_captured(problem: Problem, mod: str, traced: Traced) -> None:
                     f"is indexed by {index} in dimension {dim}, where it has {tensor.shape[dim]} "
                     f"elements; {needed} are needed, {meaning}"
                 )
+
+
+def _check_range(name: str, tensor: torch.Tensor) -> None:
+    """Wide integers must fit int32, in which mods compute; on CUDA looking would take a wait."""
+    if tensor.device.type != "cpu" or tensor.dtype not in WIDE_INTEGERS or tensor.numel() == 0:
+        return
+    wide = tensor.detach().to(torch.int64)
+    low, high = int(wide.min()), int(wide.max())
+    if low < -(2**31) or high >= 2**31:
+        raise ValueError(
+            f"{name}, holds values from {low} to {high}; mods compute in int32, from -2147483648 "
+            "to 2147483647: renumber them, as torch.unique(ids, return_inverse=True)[1] does"
+        )
 
 
 def _scalar_hint(tensor: torch.Tensor, problem: Problem) -> str:

@@ -31,7 +31,8 @@ def negate(mask: MaskMod) -> MaskMod:
     _check("negate", mask)
 
     def negated(b: Any, h: Any, q: Any, kv: Any) -> Any:
-        return ~mask(b, h, q, kv)
+        shown = mask(b, h, q, kv)
+        return not shown if isinstance(shown, bool) else ~shown  # ~True is -2
 
     return negated
 

@@ -79,8 +79,8 @@ operation("or", "bitwise_or")(terms.bitwise("or"))
 operation("xor", "bitwise_xor")(terms.bitwise("xor"))
 operation("lshift", "bitwise_left_shift")(terms.shift("shl"))
 operation("rshift", "bitwise_right_shift")(terms.shift("shr"))
-operation("minimum", "fmin")(minimum)
-operation("maximum", "fmax")(maximum)
+operation("minimum")(minimum)
+operation("maximum")(maximum)
 operation("where")(where)
 operation("element")(terms.element)
 
@@ -285,7 +285,7 @@ def _log1p(x: Term) -> Term:
     one_more = x + 1.0
     exact = one_more.make("log") * (x / (one_more - 1.0))
     small = one_more.make("eq", x.like(1.0), type="bool")
-    return where(small, x, where(abs(one_more) < math.inf, exact, one_more))
+    return where(small, x, where(one_more < math.inf, exact, one_more))
 
 
 @operation("expm1")
@@ -308,7 +308,26 @@ def _logit(x: Term) -> Term:
 @operation("logaddexp")
 def _logaddexp(x: Value, y: Value) -> Term:
     x, y = promoted(x, y, least="float32")
-    return maximum(x, y) + _log(1.0 + _exp(-abs(x - y)))
+    apart = where(x.make("eq", y, type="bool"), x.like(0.0), abs(x - y))  # inf - inf is nan
+    return maximum(x, y) + _log(1.0 + _exp(-apart))
+
+
+@operation("fmax")
+def _fmax(x: Value, y: Value) -> Term:
+    """The greater one, or the one that is a number."""
+    x, y = promoted(x, y)
+    if x.type != "float32":
+        return maximum(x, y)
+    return where(_isnan(x), y, where(_isnan(y), x, maximum(x, y)))
+
+
+@operation("fmin")
+def _fmin(x: Value, y: Value) -> Term:
+    """The smaller one, or the one that is a number."""
+    x, y = promoted(x, y)
+    if x.type != "float32":
+        return minimum(x, y)
+    return where(_isnan(x), y, where(_isnan(y), x, minimum(x, y)))
 
 
 # Pointwise activations of torch.nn.functional.

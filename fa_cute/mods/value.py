@@ -177,6 +177,13 @@ def _method(name: str) -> Callable:
     return call
 
 
+def _unhashable(value: Value) -> NoReturn:
+    value.tape.fail(
+        "a traced value is looked up in a set or a dict; compare it, as (h == 0) | (h == 1), or "
+        "index a captured tensor, as table[h]"
+    )
+
+
 def _install_operators() -> None:
     for name in ("lt", "le", "gt", "ge", "eq", "ne"):
         setattr(Value, f"__{name}__", _operator(name))
@@ -191,8 +198,8 @@ def _install_operators() -> None:
     for name in OPERATIONS:
         if not keyword.iskeyword(name):
             setattr(Value, name, _method(name))
-    # Python drops it from a class that has __eq__.
-    Value.__hash__ = object.__hash__
+    # By identity it would make `h in {0, 1}` and `{0: a}.get(h)` false without a word.
+    Value.__hash__ = _unhashable
 
 
 _install_operators()
