@@ -312,22 +312,20 @@ def _logaddexp(x: Value, y: Value) -> Term:
     return maximum(x, y) + _log(1.0 + _exp(-apart))
 
 
-@operation("fmax")
-def _fmax(x: Value, y: Value) -> Term:
-    """The greater one, or the one that is a number."""
-    x, y = promoted(x, y)
-    if x.type != "float32":
-        return maximum(x, y)
-    return where(_isnan(x), y, where(_isnan(y), x, maximum(x, y)))
+def _numbers_first(extremum: Callable) -> Callable:
+    """``extremum`` of two values, or of a NaN and a number the number."""
+
+    def choose(x: Value, y: Value) -> Term:
+        x, y = promoted(x, y)
+        if x.type != "float32":
+            return extremum(x, y)
+        return where(_isnan(x), y, where(_isnan(y), x, extremum(x, y)))
+
+    return choose
 
 
-@operation("fmin")
-def _fmin(x: Value, y: Value) -> Term:
-    """The smaller one, or the one that is a number."""
-    x, y = promoted(x, y)
-    if x.type != "float32":
-        return minimum(x, y)
-    return where(_isnan(x), y, where(_isnan(y), x, minimum(x, y)))
+operation("fmax")(_numbers_first(maximum))
+operation("fmin")(_numbers_first(minimum))
 
 
 # Pointwise activations of torch.nn.functional.
