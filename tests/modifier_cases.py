@@ -227,17 +227,19 @@ def wide(device: str) -> list[Case]:
     return [*(case for case in operands(device) if case.name in names), *_masks()]
 
 
-def kernels(device: str) -> dict[str, tuple[list[Case], int]]:
-    """Every kernel of the gpu tier by name: its cases, and its tile's columns."""
+def kernels(device: str) -> dict[str, tuple[list[Case], int, bool]]:
+    """Every kernel of the gpu tier by name: its cases, its tile's columns, is it transposed."""
     return {
-        "plain": (plain(), PLAIN_TILE_N),
-        "operands": (operands(device), TILE_N),
-        **{dtype: (loads(dtype, device), TILE_N) for dtype in DTYPES},
-        **{f"wide {tile_n}": (wide(device), tile_n) for tile_n in (128, 176)},
+        "plain": (plain(), PLAIN_TILE_N, False),
+        "operands": (operands(device), TILE_N, False),
+        **{dtype: (loads(dtype, device), TILE_N, False) for dtype in DTYPES},
+        **{f"wide {tile_n}": (wide(device), tile_n, False) for tile_n in (128, 176)},
+        "operands, transposed": (operands(device), TILE_N, True),
+        "wide 128, transposed": (wide(device), 128, True),
     }
 
 
 if __name__ == "__main__":  # compile them all, for a GPU host without the compiler
-    for name, (cases, tile_n) in kernels("cpu").items():
+    for name, (cases, tile_n, transposed) in kernels("cpu").items():
         print(name, flush=True)
-        build(cases, tile_n)
+        build(cases, tile_n, transposed=transposed)

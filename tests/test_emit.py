@@ -116,13 +116,14 @@ def test_short_vectors_are_never_held() -> None:
 
 @pytest.mark.compile
 def test_scratch_words() -> None:
+    from fa_cute.device.mma_sm90 import fragment
     from fa_cute.device.score import scratch_words
 
     graph = _named("T5").traced().graph
-    assert scratch_words(None, 128) == 0
-    assert scratch_words(_alibi().traced().graph, 128) == 0
-    assert [scratch_words(graph, n) for n in (64, 65, 128, 192)] == [128, 128, 256, 256]
-    assert scratch_words(_named("two dear diagonals").traced().graph, 128) == 512
+    assert scratch_words(None, fragment(128)) == 0
+    assert scratch_words(_alibi().traced().graph, fragment(128)) == 0
+    assert [scratch_words(graph, fragment(n)) for n in (64, 65, 128, 192)] == [128, 128, 256, 256]
+    assert scratch_words(_named("two dear diagonals").traced().graph, fragment(128)) == 512
 
 
 @pytest.fixture(scope="module")
@@ -192,6 +193,12 @@ def test_no_local_memory(counts: Callable) -> None:
 def test_operands_compile() -> None:
     """Indices that are loads, short vectors, scalars; the GPU tier runs the same kernel."""
     build(cases.operands("cpu"), cases.TILE_N)
+
+
+@pytest.mark.compile
+def test_a_transposed_fragment_compiles() -> None:
+    """Rows are keys, as in the backward; the GPU tier runs the same kernel."""
+    build(cases.wide("cpu"), 128, transposed=True)
 
 
 @pytest.mark.compile

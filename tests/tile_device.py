@@ -6,14 +6,18 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, const_expr
 
-from fa_cute.device.mma_sm90 import column_of, row_of
+from fa_cute.device.mma_sm90 import column_of, fragment, row_of
 from fa_cute.device.score import Modifier, Scratch, deal, scratch_words
 from tests.tile_kernel import ROWS, THREADS
 
 
 class TileKernel:
-    def __init__(self, graphs: tuple, kinds: tuple[str, ...], tile_n: int) -> None:
-        self.graphs, self.kinds, self.tile_n = graphs, kinds, tile_n
+    """Rows of ``scores`` and ``out`` are queries, columns keys; ``transposed``, the other way."""
+
+    def __init__(
+        self, graphs: tuple, kinds: tuple[str, ...], tile_n: int, transposed: bool
+    ) -> None:
+        self.graphs, self.kinds, self.tile_n, self.transposed = graphs, kinds, tile_n, transposed
 
     @cute.jit
     def __call__(self, scores, out, captured, scalars, scale: Float32, stream):
@@ -25,7 +29,8 @@ class TileKernel:
     @cute.kernel
     def kernel(self, scores, out, captured, scalars, scale: Float32):
         tile, h, b = cute.arch.block_idx()
-        words = max(scratch_words(graph, self.tile_n) for graph in self.graphs)
+        part = fragment(self.tile_n, transposed=self.transposed)
+        words = max(scratch_words(graph, part) for graph in self.graphs)
         scratch = None
         if const_expr(words > 0):
             smem = cutlass.memory.SmemAllocator()
@@ -33,7 +38,7 @@ class TileKernel:
         given = deal(self.graphs, captured, scalars)
         for i in cutlass.range_constexpr(len(self.graphs)):
             graph = self.graphs[i]
-            mod = Modifier.of(graph, given[i], scale=scale, tile_n=self.tile_n, scratch=scratch)
+            mod = Modifier.of(graph, given[i], scale=scale, fragment=part, scratch=scratch)
             target = out[i, b, h, None, None]
             self.sweep(i, mod, mod.tile(b, h).rows(tile * ROWS), scores[b, h, None, None], target)
 

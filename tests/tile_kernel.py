@@ -22,7 +22,8 @@ from fa_cute.mods.emit_torch import emit
 
 ROOT = Path(__file__).resolve().parent.parent
 ROWS, THREADS = 64, 128
-DEVICE = ("captured", "emit", "lower", "mma_sm90", "scope", "score")  # what the kernel is made of
+# What the kernel is made of.
+DEVICE = ("captured", "emit", "fragment", "lower", "mma_sm90", "scope", "score")
 
 
 class Case(NamedTuple):
@@ -50,28 +51,33 @@ class Built(NamedTuple):
     traces: tuple[Traced, ...]
     kinds: tuple[str, ...]
     function: Callable
+    transposed: bool
 
     def __call__(self, scores: torch.Tensor, scale: float) -> torch.Tensor:
         """``scores`` (B, H, Sq, Sk) fp32, Sq and Sk whole tiles. Gives (cases, *scores.shape)."""
+        scores = scores.mT.contiguous() if self.transposed else scores
         out = torch.full((len(self.traces), *scores.shape), torch.nan, device=scores.device)
         captured = tuple(_bytes(t) for trace in self.traces for t in trace.captured)
         scalars = tuple(x for trace in self.traces for x in trace.scalars)
         self.function(scores, out, captured or None, scalars or None, scale)
-        return out
+        return out.mT if self.transposed else out
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(torch.uint8) if tensor.dtype is torch.bool else tensor
 
 
-def build(cases: Sequence[Case], tile_n: int) -> Built:
-    """Compile the kernel of ``cases``, or load it from FA_CUTE_CACHE_DIR."""
+def build(cases: Sequence[Case], tile_n: int, *, transposed: bool = False) -> Built:
+    """Compile the kernel of ``cases``, or load it from FA_CUTE_CACHE_DIR.
+
+    ``transposed``: its threads hold 64 keys and ``tile_n`` queries.
+    """
     traces = tuple(case.traced() for case in cases)
     kinds = tuple(case.kind for case in cases)
-    path = _folder() / f"{_key(traces, kinds, tile_n)}.so"
+    path = _folder() / f"{_key(traces, kinds, tile_n, transposed)}.so"
     if not path.exists():
-        _compile(traces, kinds, tile_n, path)
-    return Built(traces, kinds, launch.load(path))
+        _compile(traces, kinds, tile_n, transposed, path)
+    return Built(traces, kinds, launch.load(path), transposed)
 
 
 def expected(case: Case, scores: torch.Tensor, scale: float) -> torch.Tensor:
@@ -96,15 +102,22 @@ def _folder() -> Path:
     return folder
 
 
-def _key(traces: Sequence[Traced], kinds: Sequence[str], tile_n: int) -> str:
-    digest = hashlib.sha256(repr((tile_n, kinds, [t.graph.key for t in traces])).encode())
+def _key(traces: Sequence[Traced], kinds: Sequence[str], tile_n: int, transposed: bool) -> str:
+    graphs = [t.graph.key for t in traces]
+    digest = hashlib.sha256(repr((tile_n, transposed, kinds, graphs)).encode())
     sources = [f"fa_cute/device/{name}.py" for name in DEVICE]
     for path in (*sources, "tests/tile_kernel.py", "tests/tile_device.py"):
         digest.update((ROOT / path).read_bytes())
     return digest.hexdigest()[:24]
 
 
-def compiled(traces: Sequence[Traced], kinds: Sequence[str], tile_n: int, options: str = "") -> Any:
+def compiled(
+    traces: Sequence[Traced],
+    kinds: Sequence[str],
+    tile_n: int,
+    options: str = "",
+    transposed: bool = False,
+) -> Any:
     """The compiler's object for a kernel of these graphs, on fake tensors."""
     import cutlass.cute as cute
     from cutlass import Boolean, Float32, Int32
@@ -124,13 +137,15 @@ def compiled(traces: Sequence[Traced], kinds: Sequence[str], tile_n: int, option
     scalars = tuple(numbers[kind](0) for graph in graphs for kind in graph.scalars)
     stream = make_fake_stream(use_tvm_ffi_env_stream=True)
     arguments = (padded(4), padded(5), captured or None, scalars or None, Float32(1.0), stream)
-    kernel = TileKernel(graphs, tuple(kinds), tile_n)
+    kernel = TileKernel(graphs, tuple(kinds), tile_n, transposed)
     options = f"--enable-tvm-ffi --gpu-arch sm_90a {options}"
     return cute.compile(kernel, *arguments, options=options, no_jit_engine=True)
 
 
-def _compile(traces: Sequence[Traced], kinds: Sequence[str], tile_n: int, path: Path) -> None:
-    function = compiled(traces, kinds, tile_n)
+def _compile(
+    traces: Sequence[Traced], kinds: Sequence[str], tile_n: int, transposed: bool, path: Path
+) -> None:
+    function = compiled(traces, kinds, tile_n, transposed=transposed)
     unlinked = path.with_suffix(f".{os.getpid()}.o")
     function.export_to_c(object_file_path=str(unlinked), function_name=launch.SYMBOL)
     linked = unlinked.with_suffix(".linked")

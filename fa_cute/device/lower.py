@@ -58,6 +58,7 @@ class Lowered(NamedTuple):
 class Schedule:
     """What is computed where; a pure function of the graph.
 
+    Levels are those of the fragment: ``transposed``, "row" is what depends on kv, "column" on q.
     ``tile``, ``row``, ``column``: nodes computed on entering the tile, the rows, the block (of
     columns only what loads: other operations cost the same later); ``diagonal``: nodes that go
     through shared memory. Short vectors are in none: they would fill the registers.
@@ -69,13 +70,15 @@ class Schedule:
     row: tuple[int, ...]
     column: tuple[int, ...]
     diagonal: tuple[int, ...]
+    transposed: bool
 
 
 @functools.lru_cache(maxsize=256)
-def schedule(graph: Graph) -> Schedule:
-    """Lower ``graph`` and place its nodes."""
+def schedule(graph: Graph, transposed: bool = False) -> Schedule:
+    """Lower ``graph`` and place its nodes, for a fragment that is ``transposed`` or not."""
     lowered = lower(graph)
-    nodes, levels, reads = lowered.graph.nodes, lowered.graph.levels(), lowered.graph.dependence()
+    nodes, reads = lowered.graph.nodes, lowered.graph.dependence()
+    levels = tuple(level_in(transposed, level) for level in lowered.graph.levels())
     readers: list[set[str]] = [set() for _ in nodes]
     for at, node in enumerate(nodes):
         for arg in node.args:
@@ -92,7 +95,12 @@ def schedule(graph: Graph) -> Schedule:
     column = (at for at in leaving("column") if "load" in reads[at])
     diagonal = (at for at in leaving("diagonal") if _slots(lowered.graph, levels, at) >= _DEAR)
     places = (leaving("tile"), leaving("row"), column, diagonal)
-    return Schedule(lowered, levels, *(tuple(place) for place in places))
+    return Schedule(lowered, levels, *(tuple(place) for place in places), transposed)
+
+
+def level_in(transposed: bool, level: str) -> str:
+    """A graph's level as a fragment has it, or the other way round."""
+    return {"row": "column", "column": "row"}.get(level, level) if transposed else level
 
 
 def _slots(graph: Graph, levels: tuple[str, ...], at: int) -> int:

@@ -17,6 +17,8 @@ from cutlass import Float32
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from cutlass.tensor_utils import LayoutEnum
 
+from fa_cute.device.fragment import Fragment
+
 ROWS = 64  # rows of one wgmma
 FRAGMENT_ROWS = 2  # rows a thread owns
 
@@ -100,3 +102,23 @@ def convert(source: cute.Tensor, target: cute.Tensor) -> None:
 def row_of(thread: cutlass.Int32) -> cutlass.Int32:
     """The first of the two rows of 64 that ``thread`` (0..127) owns; the other is 8 below."""
     return (thread // 32) * 16 + (thread % 32) // 4
+
+
+def fragment(width: int, *, transposed: bool = False) -> Fragment:
+    """A warpgroup's accumulator of 64 x ``width`` scores, viewed by ``rows_and_columns``."""
+    return Fragment(
+        height=ROWS,
+        width=width,
+        rows=tuple(8 * r for r in range(FRAGMENT_ROWS)),
+        columns=width // 4,
+        shift=2,
+        first_row=row_of,
+        first_column=first_column_of,
+        column=column_of,
+        transposed=transposed,
+    )
+
+
+def first_column_of(thread: cutlass.Int32) -> cutlass.Int32:
+    """The column that ``column_of`` is relative to, of ``thread`` (0..127)."""
+    return 2 * (thread % 4)

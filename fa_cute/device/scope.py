@@ -1,7 +1,7 @@
 """Evaluating a mod's nodes: each at the level of the indices that it depends on.
 
-A value is held once a tile, once a row (two a thread), once a column (a vector), once a diagonal
-(a vector with two lanes more) or once an element (two vectors), and is spread where a wider one
+A value is held once a tile, once a row, once a column (a vector), once a diagonal (a vector with
+``Fragment.lead`` lanes more) or once an element (a vector a row), and is spread where a wider one
 meets it. A short vector (of a partial index) is evaluated by component, in the sum that reads it.
 """
 
@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 
 from fa_cute.device import emit
 from fa_cute.device.captured import Source
-from fa_cute.device.lower import SCALE, UNIFORM, Schedule
-from fa_cute.device.mma_sm90 import FRAGMENT_ROWS
+from fa_cute.device.fragment import Fragment
+from fa_cute.device.lower import SCALE, UNIFORM, Schedule, level_in
 
 _SCALAR_LEVELS = ("tile", "row")
 _UNROLLED = 8  # components; 64 of them unrolled took ptxas 28 s
@@ -51,33 +51,36 @@ def join(levels: Iterable[str]) -> str:
     return found.pop() if len(found) == 1 else "element" if found else "tile"
 
 
-def spread(value: Value, level: str, columns: int) -> tuple[Any, ...]:
+def spread(value: Value, level: str, columns: int, fragment: Fragment) -> tuple[Any, ...]:
     """The parts of ``value`` as one of ``level`` has them, with ``columns`` columns a thread."""
+    rows, lead = len(fragment.rows), fragment.lead
     if value.level == level:
         return value.parts
     if level == "row":
-        return value.parts * FRAGMENT_ROWS
+        return value.parts * rows
     parts = value.parts
     if value.level == "diagonal":
-        # Row 1 of a column lies on the diagonal of row 0, two columns before: two lanes more.
-        return tuple(emit.part(parts[0], first, columns) for first in (2, 0))
+        firsts = (lead - fragment.shift * row for row in range(rows))
+        return tuple(emit.part(parts[0], first, columns) for first in firsts)
     if value.level in _SCALAR_LEVELS:
-        parts = tuple(emit.splat(x, columns + 2 * (level == "diagonal")) for x in parts)
-    return parts * FRAGMENT_ROWS if level == "element" and len(parts) == 1 else parts
+        parts = tuple(emit.splat(x, columns + lead * (level == "diagonal")) for x in parts)
+    return parts * rows if level == "element" and len(parts) == 1 else parts
 
 
 @dataclass(frozen=True)
 class Scope:
     """Where nodes are evaluated: the leaves that have values here, and what is computed already.
 
-    ``columns``: columns of a block a thread. ``across`` gives a node of the diagonals, of a short
-    vector one component (an int, or a value of the kernel). In a ``collapsed`` scope q stands for
-    q - kv and kv for 0, so that every node there is a function of the diagonal.
+    ``columns``: columns of ``fragment`` at hand, all or a part. ``across`` gives a node of the
+    diagonals, of a short vector one component (an int, or a value of the kernel). In a
+    ``collapsed`` scope q stands for q - kv and kv for 0, so that every node there is a function of
+    the diagonal.
     """
 
     schedule: Schedule
     operands: Operands
-    leaves: Mapping[str, Any]
+    fragment: Fragment
+    leaves: Mapping[str, Any] = field(default_factory=dict)
     known: Mapping[int, Value] = field(default_factory=dict)
     addresses: Mapping[int, tuple[Value, frozenset[int]]] = field(default_factory=dict)
     columns: int = 0
@@ -87,6 +90,10 @@ class Scope:
     def below(self, **leaves: Any) -> Scope:
         """This scope with more leaves."""
         return replace(self, leaves={**self.leaves, **leaves})
+
+    def spread(self, value: Value, level: str) -> tuple[Any, ...]:
+        """The parts of ``value`` as one of ``level`` has them."""
+        return spread(value, level, self.columns, self.fragment)
 
     def entered(self, targets: Iterable[int], level: str) -> Scope:
         """This scope with ``targets`` computed.
@@ -182,8 +189,10 @@ class Scope:
     def _operation(self, at: int, memo: Mapping[int, Value]) -> Value:
         node = self.schedule.lowered.graph.nodes[at]
         level = join(memo[arg].level for arg in node.args)
-        exact = level in _SCALAR_LEVELS or (level != "element" and self.schedule.lowered.exact[at])
-        spreads = (spread(memo[arg], level, self.columns) for arg in node.args)
+        # By the graph's own level: a fragment and its transpose compute the same score.
+        own = level_in(self.schedule.transposed, level)
+        exact = own in _SCALAR_LEVELS or (own != "element" and self.schedule.lowered.exact[at])
+        spreads = (self.spread(memo[arg], level) for arg in node.args)
         parts = []
         for values in zip(*spreads, strict=True):
             operands = [self._operand(*pair) for pair in zip(node.args, values, strict=True)]
@@ -226,7 +235,7 @@ class Scope:
 
     def _added(self, a: Value, b: Value) -> Value:
         level = join((a.level, b.level))
-        pairs = zip(spread(a, level, self.columns), spread(b, level, self.columns), strict=True)
+        pairs = zip(self.spread(a, level), self.spread(b, level), strict=True)
         return Value(level, tuple(emit.add(x, y) for x, y in pairs))
 
     def _load(self, at: int, memo: Mapping[int, Value], component: Any) -> Value:

@@ -1,26 +1,28 @@
-"""score_mod and mask_mod on the S fragment of a consumer warpgroup.
+"""score_mod and mask_mod on the fragment of S that a warpgroup holds.
 
 Everything here is an object of the trace: frozen, built by plain Python while a kernel is traced,
 and holding values of the kernel. Each step down computes once what does not change below it:
 
-    mod = Modifier.of(graph, given, scale=scale, tile_n=128, scratch=scratch)
+    mod = Modifier.of(graph, given, scale=scale, fragment=fragment, scratch=scratch)
     for each tile:                                # a dynamic loop
-        rows = mod.tile(b, h).rows(q_first)       # q_first: the first of the warpgroup's 64 rows
+        rows = mod.tile(b, h).rows(q_first)       # q_first: the first of the fragment's rows
         for each KV block:                        # a dynamic loop
             block = rows.block(kv_first)          # loads by column, dear diagonals: needs no S
             ...                                   # wait for S = Q K^T
             block.score(s)                        # in place; the score is then mod.gain * s
             block.hide(s)                         # of a mask_mod: s = -inf where it gives False
 
-``s`` is fp32 ``(2, tile_n / 4)`` as ``mma_sm90`` describes it: two rows and ``column_of`` columns.
-``score`` applies the softmax scale itself, and works in natural units. Rows and columns past the
-ends are harmless: loads clamp, and what they give is for the bounds to hide.
+``s`` is fp32 ``(rows, columns)`` of a thread, as its ``Fragment`` says. Of a transposed one rows
+are keys: ``rows(kv_first)``, then ``block(q_first)``. ``score`` applies the softmax scale itself,
+and works in natural units. Rows and columns past the ends are harmless: loads clamp, and what they
+give is for the bounds to hide.
 
-**Diagonals.** A value of q - kv alone has 2 + tile_n / 4 values a thread, not tile_n / 2: row 1 of
-a pair of columns lies on the diagonal of row 0 of the pair before. Where computing it is dear (a
-load, a logarithm) the warpgroup computes its 64 + tile_n - 1 values once a block in shared memory:
-``scratch`` then is ``scratch_words`` 32-bit words and a named barrier of 128 threads, both the
-warpgroup's own. Two mods of a kernel need words of their own (``Scratch.past``), not barriers.
+**Diagonals.** A value of q - kv alone has 2 + tile_n / 4 values a thread of wgmma's fragment, not
+tile_n / 2: row 1 of a pair of columns lies on the diagonal of row 0 of the pair before. Where
+computing it is dear (a load, a logarithm) the warpgroup computes its height + width - 1 values once
+a block in shared memory: ``scratch`` then is ``scratch_words`` 32-bit words and a named barrier of
+128 threads, both the warpgroup's own. Two mods of a kernel need words of their own
+(``Scratch.past``), not barriers.
 """
 
 from __future__ import annotations
@@ -36,9 +38,9 @@ from cutlass._mlir.dialects import arith
 
 from fa_cute.device import emit
 from fa_cute.device.captured import Source
+from fa_cute.device.fragment import Fragment
 from fa_cute.device.lower import Schedule, schedule
-from fa_cute.device.mma_sm90 import FRAGMENT_ROWS, ROWS, column_of, row_of
-from fa_cute.device.scope import Operands, Ramp, Scope, Value, spread
+from fa_cute.device.scope import Operands, Ramp, Scope, Value
 from fa_cute.mods.graph import Graph
 
 THREADS = 128  # of a warpgroup
@@ -60,14 +62,16 @@ class Scratch(NamedTuple):
         return Scratch(self.pointer + words, self.barrier)
 
 
-def _span(tile_n: int) -> int:
-    """64 + tile_n - 1 diagonals, rounded up so that every thread computes equally many."""
-    return -(-(ROWS + tile_n - 1) // THREADS) * THREADS
+def _span(fragment: Fragment) -> int:
+    """height + width - 1 diagonals, rounded up so that every thread computes equally many."""
+    return -(-(fragment.height + fragment.width - 1) // THREADS) * THREADS
 
 
-def scratch_words(graph: Graph | None, tile_n: int) -> int:
+def scratch_words(graph: Graph | None, fragment: Fragment) -> int:
     """32-bit words of shared memory that a warpgroup needs for ``graph``; 0: no dear diagonal."""
-    return 0 if graph is None else len(schedule(graph).diagonal) * _span(tile_n)
+    if graph is None:
+        return 0
+    return len(schedule(graph, fragment.transposed).diagonal) * _span(fragment)
 
 
 class Given(NamedTuple):
@@ -96,7 +100,7 @@ class Modifier:
 
     schedule: Schedule
     scope: Scope
-    tile_n: int
+    fragment: Fragment
     thread: Any
     scratch: Scratch | None
 
@@ -106,14 +110,14 @@ class Modifier:
         given: Given,
         *,
         scale: Float32,
-        tile_n: int,
+        fragment: Fragment,
         scratch: Scratch | None = None,
     ) -> Modifier:
         """``given``: the graph's operands, from ``deal``; ``scale`` is the softmax scale.
 
         Raises ValueError where ``scratch_words`` is not 0 and no scratch is given.
         """
-        program, words = schedule(graph), scratch_words(graph, tile_n)
+        program, words = schedule(graph, fragment.transposed), scratch_words(graph, fragment)
         if words and scratch is None:
             raise ValueError(f"this mod needs {words} words of shared memory and a barrier")
         tensors = zip(given.captured, graph.captured, strict=True)
@@ -124,7 +128,7 @@ class Modifier:
             Float32(scale),
         )
         thread = cute.arch.thread_idx()[0] % THREADS
-        return Modifier(program, Scope(program, operands, {}), tile_n, thread, scratch)
+        return Modifier(program, Scope(program, operands, fragment), fragment, thread, scratch)
 
     @property
     def gain(self) -> float:
@@ -145,43 +149,49 @@ class Tile:
     mod: Modifier
     scope: Scope
 
-    def rows(self, q_first: Int32) -> Rows:
-        """Enter the 64 rows of a warpgroup from query ``q_first`` on."""
-        q_first = Int32(q_first)
-        q = q_first + row_of(self.mod.thread)
-        both = Value("row", tuple((q + 8 * i).ir_value() for i in range(FRAGMENT_ROWS)))
-        scope = self.scope.below(q=both)
-        return Rows(self, scope.entered(self.mod.schedule.row, "row"), q_first)
+    def rows(self, first: Int32) -> Rows:
+        """Enter the fragment's rows from query (transposed: key) ``first`` on."""
+        first, fragment = Int32(first), self.mod.fragment
+        own = first + fragment.first_row(self.mod.thread)
+        index = Value("row", tuple((own + row).ir_value() for row in fragment.rows))
+        scope = self.scope.below(**{fragment.row_index: index})
+        return Rows(self, scope.entered(self.mod.schedule.row, "row"), first)
 
 
 @dataclass(frozen=True)
 class Rows:
-    """A mod with what depends on q computed for the thread's two rows."""
+    """A mod with what depends on the thread's rows computed."""
 
     tile: Tile
     scope: Scope
-    q_first: Int32
+    first: Int32
 
-    def block(self, kv_first: Int32) -> Block:
-        """Enter the KV block of keys ``[kv_first, kv_first + tile_n)``.
+    def block(self, first: Int32) -> Block:
+        """Enter the block of keys (transposed: queries) ``[first, first + width)``.
 
         With dear diagonals this synchronises the 128 threads of the warpgroup, twice.
         """
-        kv_first, program = Int32(kv_first), self.tile.mod.schedule
-        if program.diagonal:
-            self._fill(kv_first)
-        scope = self.columns(kv_first, range(self.tile.mod.tile_n // 4))
-        return Block(self, scope.entered(program.column, "column"), kv_first)
+        first, mod = Int32(first), self.tile.mod
+        if mod.schedule.diagonal:
+            self._fill(first)
+        scope = self.columns(first, range(mod.fragment.columns))
+        return Block(self, scope.entered(mod.schedule.column, "column"), first)
 
-    def columns(self, kv_first: Int32, columns: range) -> Scope:
+    def columns(self, first: Int32, columns: range) -> Scope:
         """The scope of some of the thread's columns of a block."""
-        mod = self.tile.mod
-        kv = kv_first + 2 * (mod.thread % 4)
-        # Two lanes more on the left: row 1 lies 8 diagonals above row 0, one pair of columns.
-        offsets = tuple(-column_of(c) for c in range(columns.start - 2, columns.stop))
-        diagonal = self._collapsed(self.q_first + row_of(mod.thread) - kv, offsets)
+        mod, fragment = self.tile.mod, self.tile.mod.fragment
+        column = first + fragment.first_column(mod.thread)
+        row, sign = self.first + fragment.first_row(mod.thread), -1
+        if fragment.transposed:
+            sign, start = 1, column - row
+        else:
+            start = row - column
+        lanes = range(columns.start - fragment.lead, columns.stop)
+        offsets = tuple(sign * fragment.column(c) for c in lanes)
+        diagonal = self._collapsed(start, offsets)
+        index = Ramp("column", column, tuple(map(fragment.column, columns)))
         return replace(
-            self.scope.below(kv=Ramp("column", kv, tuple(map(column_of, columns)))),
+            self.scope.below(**{fragment.column_index: index}),
             columns=len(columns),
             across=lambda at, component: self._across(diagonal, offsets, at, component),
         )
@@ -190,37 +200,39 @@ class Rows:
         """The scope of the diagonals ``start + offsets``."""
         q, kv = Ramp("diagonal", start, offsets), Value("tile", (emit.constant(0, "int32"),))
         scope = self.tile.scope.below(q=q, kv=kv)
-        return replace(scope, columns=len(offsets) - 2, collapsed=True)
+        columns = len(offsets) - self.tile.mod.fragment.lead
+        return replace(scope, columns=columns, collapsed=True)
 
-    def _fill(self, kv_first: Int32) -> None:
-        """Compute the dear diagonals into shared memory: word p has diagonal p - (tile_n - 1)."""
+    def _fill(self, first: Int32) -> None:
+        """Compute the dear diagonals into shared memory: word p has the p-th from the lowest."""
         mod, wanted = self.tile.mod, self.tile.mod.schedule.diagonal
-        offsets = tuple(range(0, _span(mod.tile_n), THREADS))
-        start = self.q_first - kv_first - (mod.tile_n - 1) + mod.thread
-        scope = self._collapsed(start, offsets)
+        offsets = tuple(range(0, _span(mod.fragment), THREADS))
+        ahead = first - self.first if mod.fragment.transposed else self.first - first
+        scope = self._collapsed(ahead + mod.fragment.lowest_diagonal + mod.thread, offsets)
         values = scope.evaluate(wanted)
         self._synchronise()  # another warp may still read the block before
         for slot, at in enumerate(wanted):
             target = self._words(slot, mod.thread)
-            found = emit.to_word(spread(values[at], "diagonal", scope.columns)[0])
+            found = emit.to_word(scope.spread(values[at], "diagonal")[0])
             for offset, word in zip(offsets, emit.lanes_in(found), strict=True):
                 target[offset] = Int32(word)
         self._synchronise()
 
     def _across(self, scope: Scope, offsets: tuple[int, ...], at: int, component: Any) -> Value:
         """A node of the diagonals: from shared memory, or computed here."""
-        mod = self.tile.mod
+        mod, fragment = self.tile.mod, self.tile.mod.fragment
         if at not in mod.schedule.diagonal:
             return scope.evaluate([at], component)[at]
-        own = row_of(mod.thread) - 2 * (mod.thread % 4)
+        own = fragment.first_row(mod.thread) - fragment.first_column(mod.thread)
+        own = -own if fragment.transposed else own
         source = self._words(mod.schedule.diagonal.index(at), own)
-        words = [source[offset + mod.tile_n - 1].ir_value() for offset in offsets]
+        words = [source[offset - fragment.lowest_diagonal].ir_value() for offset in offsets]
         kind = mod.schedule.lowered.graph.nodes[at].type
         return Value("diagonal", (emit.from_word(emit.gathered(words, len(words)), kind),))
 
     def _words(self, slot: int, first: Int32) -> cute.Tensor:
         mod = self.tile.mod
-        words = _span(mod.tile_n)
+        words = _span(mod.fragment)
         pointer = cute.recast_ptr(mod.scratch.pointer, dtype=Int32) + (slot * words + first)
         return cute.make_tensor(pointer, cute.make_layout(words))
 
@@ -230,22 +242,22 @@ class Rows:
 
 @dataclass(frozen=True)
 class Block:
-    """A mod ready for the fragment of one KV block."""
+    """A mod ready for the fragment of one block."""
 
     rows: Rows
     scope: Scope
-    kv_first: Int32
+    first: Int32
 
     def score(self, s: cute.Tensor) -> None:
-        """Replace ``s`` (2, tile_n / 4), which holds Q K^T, by the modified score over ``gain``."""
+        """Replace ``s`` (rows, columns), which holds Q K^T, by the modified score over ``gain``."""
         self._replace(s, lambda result, row: result)
 
     def hide(self, s: cute.Tensor) -> None:
-        """Put -inf into ``s`` (2, tile_n / 4) wherever the mask_mod gives False."""
+        """Put -inf into ``s`` (rows, columns) wherever the mask_mod gives False."""
         self._replace(s, lambda seen, row: arith.select(seen, row, emit.like(row, -math.inf)))
 
     def _replace(self, s: cute.Tensor, combine: Callable[[Any, Any], Any]) -> None:
-        before = [s[i, None].load().ir_value() for i in range(FRAGMENT_ROWS)]
+        before = [s[i, None].load().ir_value() for i in range(len(self.scope.fragment.rows))]
         after: list[list[Any]] = [[] for _ in before]
         for columns in self._chunks():
             rows = tuple(emit.part(row, columns.start, len(columns)) for row in before)
@@ -262,7 +274,7 @@ class Block:
 
     def _results(self, columns: range, score: tuple[Any, ...]) -> tuple[Any, ...]:
         program = self.rows.tile.mod.schedule
-        scope = self.rows.columns(self.kv_first, columns).below(score=Value("element", score))
+        scope = self.rows.columns(self.first, columns).below(score=Value("element", score))
         loaded = {
             at: Value(
                 "column", (emit.part(*self.scope.known[at].parts, columns.start, len(columns)),)
@@ -271,4 +283,4 @@ class Block:
         }
         scope = replace(scope, known={**scope.known, **loaded})
         at = program.lowered.graph.result
-        return spread(scope.evaluate([at])[at], "element", scope.columns)
+        return scope.spread(scope.evaluate([at])[at], "element")

@@ -143,7 +143,8 @@ class FwdSm90:
         self.dtype = DTYPES[plan.dtype]
         self.longest_first = plan.causal or any(plan.window)
         graphs = (plan.score_mod, plan.mask_mod)
-        self.scratch_words = [score.scratch_words(graph, plan.config.tile_n) for graph in graphs]
+        self.fragment = mma_sm90.fragment(plan.config.tile_n)
+        self.scratch_words = [score.scratch_words(graph, self.fragment) for graph in graphs]
 
     @cute.jit
     def __call__(self, io: Io, extra: Extra, launch: Launch, stream):
@@ -306,7 +307,7 @@ class FwdSm90:
             mods.append(
                 graph
                 and score.Modifier.of(
-                    graph, operands, scale=x.scale, tile_n=c.tile_n, scratch=scratch
+                    graph, operands, scale=x.scale, fragment=self.fragment, scratch=scratch
                 )
             )
             begin = begin + words

@@ -17,10 +17,10 @@ SPECIAL = (0.0, -0.0, math.inf, -math.inf, math.nan, 1.0, -1.0, 0.5, 1e30, -1e30
 PLANTED = 300  # elements of each special value
 
 
-def _scores(tile_n: int) -> torch.Tensor:
+def _scores(tile: tuple[int, int]) -> torch.Tensor:
     """Random scores and special ones, (B, H, Sq, Sk) padded to tiles; NaN past Sq and Sk."""
     q, kv = SHAPE
-    padded = (-(-q // ROWS) * ROWS, -(-kv // tile_n) * tile_n)
+    padded = (-(-q // tile[0]) * tile[0], -(-kv // tile[1]) * tile[1])
     generator = torch.Generator().manual_seed(7)
     scores = torch.randn((BATCH, HEADS, *padded), generator=generator) * 8
     places = torch.randperm(scores.numel(), generator=generator)
@@ -34,10 +34,10 @@ def _scores(tile_n: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("name", kernels("cpu"))
 def test_agrees_with_torch(name: str) -> None:
-    chosen, tile_n = kernels("cuda")[name]
-    scores = _scores(tile_n)
+    chosen, tile_n, transposed = kernels("cuda")[name]
+    scores = _scores((tile_n, ROWS) if transposed else (ROWS, tile_n))
     q, kv = SHAPE
-    out = build(chosen, tile_n)(scores, SCALE)[..., :q, :kv]
+    out = build(chosen, tile_n, transposed=transposed)(scores, SCALE)[..., :q, :kv]
     faults = []
     for case, found in zip(chosen, out, strict=True):
         want = expected(case, scores[..., :q, :kv], SCALE).to(torch.float32)
