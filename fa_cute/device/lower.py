@@ -83,7 +83,8 @@ def schedule(graph: Graph, transposed: bool = False) -> Schedule:
     for at, node in enumerate(nodes):
         for arg in node.args:
             readers[arg].add(levels[at])
-    readers[lowered.graph.result].add("result")
+    for at in (lowered.graph.result, *lowered.graph.more):
+        readers[at].add("result")
 
     def leaving(level: str) -> list[int]:
         return [
@@ -128,9 +129,10 @@ def lower(graph: Graph) -> Lowered:
     """Rewrite ``graph`` (of either mod) for a kernel; see the module's text."""
     exact = _exact(graph)
     rewriter = _Rewriter(graph, exact)
-    result, gain = rewriter.gain_of(rewriter.run())
-    nodes, result = _reachable(rewriter.nodes, result)
-    lowered = Graph(nodes, result, graph.captured, graph.scalars)
+    result, *more = rewriter.run()
+    result, gain = rewriter.gain_of(result)
+    nodes, (result, *more) = _reachable(rewriter.nodes, (result, *more))
+    lowered = Graph(nodes, result, graph.captured, graph.scalars, tuple(more))
     natural, anywhere = (
         _natural(lowered, indices) for indices in (("q", "kv", "b", "h"), ("b", "h"))
     )
@@ -138,10 +140,17 @@ def lower(graph: Graph) -> Lowered:
 
 
 def _exact(graph: Graph) -> tuple[bool, ...]:
-    """Per node: does a discontinuous operation read it, directly or not?"""
+    """Per node: does a discontinuous operation of the mod read it, directly or not?
+
+    Those of a derivative do not count: it takes the mod's values as the forward computed them.
+    """
     marks = [False] * len(graph.nodes)
-    for at in range(len(graph.nodes) - 1, -1, -1):
+    needed = {graph.result}
+    for at in range(graph.result, -1, -1):
+        if at not in needed:
+            continue
         node = graph.nodes[at]
+        needed.update(node.args)
         steps = node.op in _STEPS or (node.op == "cast" and node.type != "float32")
         for arg in node.args:
             marks[arg] = marks[arg] or marks[at] or steps
@@ -169,9 +178,9 @@ def _natural(graph: Graph, indices: tuple[str, ...]) -> tuple[bool, ...]:
     return tuple(known)
 
 
-def _reachable(nodes: list[Node], result: int) -> tuple[tuple[Node, ...], int]:
-    needed = {result}
-    for at in range(result, -1, -1):
+def _reachable(nodes: list[Node], results: tuple[int, ...]) -> tuple[tuple[Node, ...], list[int]]:
+    needed = set(results)
+    for at in range(max(results), -1, -1):
         if at in needed:
             needed.update(nodes[at].args)
     place = {old: new for new, old in enumerate(sorted(needed))}
@@ -179,7 +188,7 @@ def _reachable(nodes: list[Node], result: int) -> tuple[tuple[Node, ...], int]:
         Node(n.op, tuple(place[arg] for arg in n.args), n.type, n.width, n.attr)
         for n in (nodes[old] for old in sorted(needed))
     )
-    return kept, place[result]
+    return kept, [place[result] for result in results]
 
 
 @dataclass
@@ -190,8 +199,8 @@ class _Rewriter:
     levels: list[int] = field(default_factory=list)
     places: dict[str, int] = field(default_factory=dict)
 
-    def run(self) -> int:
-        """Rewrite every node in order; the position of the result."""
+    def run(self) -> list[int]:
+        """Rewrite every node in order; the positions of the result and of what more is wanted."""
         new: list[int] = []
         depth = [LEVELS.index(level) for level in self.graph.levels()]
         for at, node in enumerate(self.graph.nodes):
@@ -200,7 +209,7 @@ class _Rewriter:
             new.append(
                 rewrite(at, node, args, depth[at]) if rewrite else self._same(node, args, depth[at])
             )
-        return new[self.graph.result]
+        return [new[at] for at in (self.graph.result, *self.graph.more)]
 
     def gain_of(self, result: int) -> tuple[int, float]:
         """Split a positive constant factor off the result."""

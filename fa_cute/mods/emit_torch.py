@@ -8,7 +8,7 @@ the leaves by broadcasting; a short vector has one more dimension, the last.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -60,9 +60,24 @@ def emit(
     and the captured tensors.
     """
     leaves = {"b": b, "h": h, "q": q, "kv": kv}
-    leaves = {name: leaf.to(torch.int32) for name, leaf in leaves.items()}
     if score is not None:
         leaves["score"] = _as_float(score)
+    (result,) = values_of(graph, (graph.result,), captured, scalars, leaves)
+    return result if score is None else result.to(leaves["score"].dtype)
+
+
+def values_of(
+    graph: Graph,
+    wanted: Sequence[int],
+    captured: Sequence[Tensor],
+    scalars: Sequence[Number],
+    leaves: Mapping[str, Tensor],
+) -> list[Tensor]:
+    """The values of the nodes ``wanted``; ``leaves`` as in ``emit``, by name."""
+    near = leaves["q"]
+    leaves = {
+        name: leaf if name == "score" else leaf.to(torch.int32) for name, leaf in leaves.items()
+    }
     values: list[Tensor | Number] = []
     for node in graph.nodes:
         if node.op == "const":
@@ -70,13 +85,12 @@ def emit(
         elif node.op == "scalar":
             values.append(scalars[node.attr])
         elif node.op == "load":
-            values.append(_load(captured[node.attr], [values[arg] for arg in node.args], q))
+            values.append(_load(captured[node.attr], [values[arg] for arg in node.args], near))
         elif node.op in leaves:
             values.append(leaves[node.op])
         else:
-            values.append(_apply(graph, node, values, q))
-    result = _tensor(values[graph.result], graph.nodes[graph.result].type, q)
-    return result if score is None else result.to(leaves["score"].dtype)
+            values.append(_apply(graph, node, values, near))
+    return [_tensor(values[at], graph.nodes[at].type, near) for at in wanted]
 
 
 def _apply(graph: Graph, node: Node, values: list[Tensor | Number], near: Tensor) -> Tensor:
@@ -99,9 +113,26 @@ def _apply(graph: Graph, node: Node, values: list[Tensor | Number], near: Tensor
         ]
     if node.op == "cast":
         return _cast(args[0], operands[0].type, node.type)
+    if node.attr in _TIES:
+        return _TIES[node.attr](node.op, *args)
     if node.op == "round_to":
         return args[0].to(getattr(torch, node.attr)).to(args[0].dtype)
     return (_TENSORS_ONLY if strict else _FUNCTIONS)[node.op](*args)
+
+
+def _clamp(op: str, x: Tensor, bound: Tensor) -> Tensor:
+    """``minimum`` or ``maximum``, whose gradient is all of ``x`` where they are equal."""
+    loses = x > bound if op == "minimum" else x < bound
+    return torch.where(loses, bound, x)
+
+
+def _relu(op: str, x: Tensor, bound: Tensor) -> Tensor:
+    """The same with no gradient where they are equal; NaN stays."""
+    wins = x < bound if op == "minimum" else x > bound
+    return torch.where(wins | (x != x), x, bound)
+
+
+_TIES = {"clamp": _clamp, "relu": _relu}
 
 
 def _cast(value: Tensor, source: str, type: str) -> Tensor:

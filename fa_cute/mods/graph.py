@@ -16,7 +16,8 @@ Operations, all elementwise unless noted:
   floor ceil round trunc`` (float32; ``round`` is half to even), ``not`` (bool; int32: bitwise),
   ``cast`` (to ``type``; float to int truncates, to bool is ``!= 0``), ``round_to`` (a float
   rounded to the dtype that ``attr`` names), ``sum`` (of a vector, width 1).
-- two operands of one type: ``add sub mul minimum maximum`` (int32, float32), ``floordiv mod``
+- two operands of one type: ``add sub mul minimum maximum`` (int32, float32; ``attr`` "clamp" or
+  "relu" says what gradient the first of equal operands gets, all or none), ``floordiv mod``
   (int32, float32; floor semantics, as Python), ``truediv pow`` (float32), ``lt le eq ne`` (give
   bool), ``and or xor`` (bool; int32: bitwise), ``shl shr`` (int32; ``shr`` keeps the sign).
 - ``where(condition, a, b)``.
@@ -79,19 +80,22 @@ class Captured:
 class Graph:
     """A canonical graph. Two mods that compute the same way have equal graphs, and equal ``key``.
 
-    ``scalars`` holds the types of the captured 0-d CPU tensors, which travel by value.
+    ``scalars`` holds the types of the captured 0-d CPU tensors, which travel by value. ``more``:
+    nodes that are wanted beside the result (of a derivative); usually none.
     """
 
     nodes: tuple[Node, ...]
     result: int
     captured: tuple[Captured, ...]
     scalars: tuple[str, ...]
+    more: tuple[int, ...] = ()
     key: str = field(init=False)
 
     def __post_init__(self) -> None:
         lines = [node.text() for node in self.nodes]
         lines += [f"captured {c.dtype} {c.ndim} {c.inner}" for c in self.captured]
         lines += [f"scalars {self.scalars}", f"result {self.result}"]
+        lines += [f"more {self.more}"] if self.more else []
         object.__setattr__(self, "key", hashlib.sha256("\n".join(lines).encode()).hexdigest())
 
     def __eq__(self, other: object) -> bool:

@@ -159,18 +159,31 @@ def _min(x: Value, other: Value | None = None) -> Term:
 
 @operation("clamp", "clip")
 def _clamp(x: Term, min: Value | None = None, max: Value | None = None) -> Term:
-    x = x if min is None else maximum(x, min)
-    return x if max is None else minimum(x, max)
+    return _bounded(x, min, max, "clamp")
 
 
 @operation("clamp_min")
 def _clamp_min(x: Term, min: Value) -> Term:
-    return maximum(x, min)
+    return _bounded(x, min, None, "clamp")
 
 
 @operation("clamp_max")
 def _clamp_max(x: Term, max: Value) -> Term:
-    return minimum(x, max)
+    return _bounded(x, None, max, "clamp")
+
+
+def _bounded(x: Term, low: Value | None, high: Value | None, tie: str) -> Term:
+    """Within numbers or terms; ``tie`` says what gradient ``x`` has at a bound that is a number."""
+    for op, bound in (("maximum", low), ("minimum", high)):
+        if bound is None:
+            continue
+        told = isinstance(x, Term) and not isinstance(bound, Term)
+        x, bound = promoted(x, bound)
+        if told and x.type == "float32":
+            x = x.make(op, bound, attr=tie)
+        else:
+            x = (maximum if op == "maximum" else minimum)(x, bound)
+    return x
 
 
 def _truth(x: Value) -> Value:
@@ -339,13 +352,13 @@ def _not_in_place(inplace: bool) -> None:
 @operation("relu")
 def _relu(x: Term, inplace: bool = False) -> Term:
     _not_in_place(inplace)
-    return maximum(x, 0)
+    return _bounded(x, 0, None, "relu")
 
 
 @operation("relu6")
 def _relu6(x: Term, inplace: bool = False) -> Term:
     _not_in_place(inplace)
-    return _clamp(x, 0, 6)
+    return _bounded(x, 0, 6, "relu")
 
 
 @operation("leaky_relu")
@@ -411,7 +424,7 @@ def _softsign(x: Term) -> Term:
 @operation("hardtanh")
 def _hardtanh(x: Term, min_val: Value = -1.0, max_val: Value = 1.0, inplace: bool = False) -> Term:
     _not_in_place(inplace)
-    return _clamp(x, min_val, max_val)
+    return _bounded(x, min_val, max_val, "relu")
 
 
 @operation("hardsigmoid")

@@ -1,0 +1,317 @@
+"""The derivative of a mod's graph against torch's autograd of the user's own function, in fp64."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+
+from fa_cute.device.lower import lower
+from fa_cute.mods.derivative import contributions, differentiable, differentiate, factor, tame
+from fa_cute.mods.emit_torch import values_of
+from fa_cute.mods.trace import Traced, trace_score_mod
+from tests.test_emit import _spelled_out
+from tests.test_mods_properties import GROWN, QUICK, Leaves, leaves
+
+SHAPE = B, H, Q, KV = (2, 3, 6, 7)
+
+
+def eager(score_mod: Callable, place: dict, learned: Sequence[torch.Tensor] = ()) -> list:
+    """d sum(weight * mod) / d score and / d each learned tensor, by torch."""
+    score = place["score"].clone().requires_grad_()
+    value = score_mod(*{**place, "score": score}.values())
+    value = value + 0.0 * score  # a mod may ignore it
+    (weight() * value).sum().backward()
+    return [score.grad, *(tensor.grad for tensor in learned)]
+
+
+def weight() -> torch.Tensor:
+    """Some numbers in d mod's place."""
+    generator = torch.Generator().manual_seed(5)
+    return torch.randn(SHAPE, generator=generator, dtype=torch.float64)
+
+
+def reverse(traced: Traced, place: dict, wanted: frozenset[int] = frozenset()) -> list:
+    """The same by the derivative's graph."""
+    graph = differentiate(traced.graph, wanted)
+    given = contributions(graph)
+    asked = [graph.result, factor(graph), *(one.value for one in given)]
+    captured = [tensor.detach() for tensor in traced.captured]
+    value, slope, *values = values_of(graph, asked, captured, traced.scalars, place)
+    gradients = [weight() * slope]
+    for slot in sorted(wanted):
+        total = torch.zeros_like(captured[slot], dtype=torch.float64)
+        for one, factor_ in zip(given, values, strict=True):
+            if one.slot == slot:
+                _scatter(total, graph, one.load, factor_, captured, traced.scalars, place)
+        gradients.append(total)
+    return [value.expand(SHAPE), *gradients]
+
+
+def _scatter(
+    total: torch.Tensor, graph, load: int, value: torch.Tensor, captured, scalars, place
+) -> None:
+    node = graph.nodes[load]
+    shape = (*SHAPE, node.width) if node.width > 1 else SHAPE
+    added = weight()[..., None] if node.width > 1 else weight()
+    if node.width > 1 and value.ndim == 4:
+        value = value[..., None]
+    added = (added * value).expand(shape)
+    if not node.args:
+        total += added.sum()
+        return
+    indices = values_of(graph, node.args, captured, scalars, place)
+    index = []
+    for at, size in zip(indices, total.shape, strict=False):
+        at = torch.where(at < 0, at + size, at).clamp(0, size - 1).long()
+        index.append(at.view((1,) * (4 - at.ndim) + at.shape).expand(SHAPE))
+    total.index_put_(tuple(index), added.double(), accumulate=True)
+
+
+def agree(score_mod: Callable, place: dict | None = None, rtol: float = 1e-9) -> None:
+    place = leaves() if place is None else place
+    want = eager(score_mod, place)[0]
+    _, found = reverse(trace_score_mod(score_mod), place)
+    torch.testing.assert_close(found.expand(SHAPE), want, rtol=rtol, atol=rtol)
+
+
+def at_scores(*values: float) -> dict:
+    """The leaves with scores among ``values``."""
+    place = leaves()
+    chosen = torch.tensor(values, dtype=torch.float64)
+    place["score"] = chosen[torch.arange(math.prod(SHAPE)) % len(values)].view(SHAPE)
+    return place
+
+
+SMOOTH = {
+    "softcap": lambda s, b, h, q, kv: 20.0 * torch.tanh(s / 20.0),
+    "alibi": lambda s, b, h, q, kv: s - torch.exp2(-8.0 * (h + 1) / 3) * (q - kv).abs(),
+    "sigmoid": lambda s, b, h, q, kv: torch.sigmoid(s) * s,
+    "gelu": lambda s, b, h, q, kv: F.gelu(s),
+    "silu": lambda s, b, h, q, kv: F.silu(s - kv),
+    "softplus": lambda s, b, h, q, kv: F.softplus(s),
+    "exponentials": lambda s, b, h, q, kv: torch.exp(-s * s) + torch.exp2(s) - torch.expm1(s),
+    "logarithms": lambda s, b, h, q, kv: torch.log(s.abs() + 1) + torch.log2(s * s + 2),
+    "roots": lambda s, b, h, q, kv: torch.sqrt(s * s + 1) + torch.rsqrt(s * s + 2),
+    "waves": lambda s, b, h, q, kv: torch.sin(s) * torch.cos(s * q),
+    "erf": lambda s, b, h, q, kv: torch.erf(s / 3),
+    "quotient": lambda s, b, h, q, kv: (s + 1) / (s * s + 1) - 2.0 / (s.abs() + 1),
+    "powers": lambda s, b, h, q, kv: s**2 + s**5 + (s.abs() + 0.5) ** 1.5 + 1.7**s,
+    "power of the score": lambda s, b, h, q, kv: (s.abs() + 0.5) ** torch.clamp(s, -2, 2),
+    "remainder": lambda s, b, h, q, kv: s % 1.25 + torch.fmod(s, 0.75),
+    "steps": lambda s, b, h, q, kv: torch.floor(s) + s.int() + torch.sign(s) + s.round() * s,
+    "ignored": lambda s, b, h, q, kv: q - kv + 0.0 * h,
+    "branches": lambda s, b, h, q, kv: torch.where(q > kv, s * s, torch.where(s > 0, 3 * s, -s)),
+    "twice": lambda s, b, h, q, kv: torch.minimum(s * 2, s + 1) + torch.maximum(s, -s),
+    "narrowed": lambda s, b, h, q, kv: s.float().double() * 3,
+}
+
+
+@pytest.mark.parametrize("name", SMOOTH)
+def test_agrees_with_autograd(name: str) -> None:
+    agree(SMOOTH[name], rtol=2e-6 if name in ("alibi", "narrowed") else 1e-9)
+
+
+EDGES = {
+    "abs": lambda s, b, h, q, kv: s.abs() + (s - 1).abs(),
+    "maximum": lambda s, b, h, q, kv: torch.maximum(s, torch.zeros_like(s)),
+    "minimum": lambda s, b, h, q, kv: torch.minimum(s * 1.0, s * s),
+    "clamp": lambda s, b, h, q, kv: torch.clamp(s, -1.0, 2.0),
+    "clamp_min": lambda s, b, h, q, kv: s.clamp(min=1),
+    "relu": lambda s, b, h, q, kv: F.relu(s),
+    "relu6": lambda s, b, h, q, kv: F.relu6(s * 6),
+    "hardtanh": lambda s, b, h, q, kv: F.hardtanh(s),
+    "leaky_relu": lambda s, b, h, q, kv: F.leaky_relu(s),
+    "logaddexp": lambda s, b, h, q, kv: torch.logaddexp(s, s * s),
+    "softplus": lambda s, b, h, q, kv: F.softplus(s),
+    "logsigmoid": lambda s, b, h, q, kv: F.logsigmoid(s),
+    "square root": lambda s, b, h, q, kv: torch.sqrt(torch.where(s > 0, s, 1.0)),
+    "power of zero": lambda s, b, h, q, kv: torch.relu(s) ** 2 + 2.0**s,
+    "tanh": lambda s, b, h, q, kv: 20 * torch.tanh(s * 1e3),
+}
+
+
+@pytest.mark.parametrize("name", EDGES)
+def test_edges_are_as_torch_has_them(name: str) -> None:
+    agree(EDGES[name], at_scores(0.0, 1.0, -1.0, 2.0, -2.0, 0.5))
+
+
+def test_saturated_functions_give_nothing() -> None:
+    place = at_scores(300.0, -300.0)
+    _, found = reverse(
+        trace_score_mod(lambda s, b, h, q, kv: torch.tanh(s) + s.clamp(-1, 1)), place
+    )
+    assert (found == 0).all()
+
+
+@settings(QUICK, max_examples=60)
+@given(GROWN["float"])
+def test_random_mods(expression: Callable) -> None:
+    def score_mod(*args):
+        return expression(Leaves(*args))
+
+    place = leaves()
+    traced = trace_score_mod(score_mod)
+    score = place["score"].clone().requires_grad_()
+    # The graph through the torch emitter: rounding may carry an eager mod over a step.
+    with torch.enable_grad():
+        (value,) = values_of(
+            traced.graph, [traced.graph.result], traced.captured, traced.scalars,
+            {**place, "score": score},
+        )  # fmt: skip
+        total = (value.double() * weight()).sum() + 0.0 * score.sum()
+    (want,) = torch.autograd.grad(total, score)
+    _, found = reverse(traced, place)
+    found = found.expand(SHAPE)
+    # Where torch multiplies 0 by infinity, the simplified graph may not.
+    known = want.isfinite() & found.isfinite()
+    torch.testing.assert_close(found[known], want[known], rtol=1e-5, atol=1e-5)
+    assert found.isfinite()[want.isfinite()].double().mean() > 0.99
+
+
+def _learned(*shape: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(sum(shape))
+    return torch.randn(shape, generator=generator, dtype=dtype).requires_grad_()
+
+
+def _buckets(q, kv):
+    distance = (q - kv).abs()
+    return torch.where(distance < 3, distance, 3) + torch.where(kv > q, 4, 0)
+
+
+def captured_cases() -> dict[str, tuple[list[torch.Tensor], Callable]]:
+    """Learned tensors, and a mod that reads them."""
+    slopes, table, bias = _learned(H), _learned(8, H), _learned(H, Q, KV)
+    rows, columns, number = _learned(B, Q), _learned(KV), _learned()
+    left, right, ribbon = _learned(Q, 4), _learned(KV, 4), _learned(Q + KV)
+    return {
+        "a head": ([slopes], lambda s, b, h, q, kv: s - slopes[h] * (q - kv).abs()),
+        "buckets": ([table], lambda s, b, h, q, kv: s + table[_buckets(q, kv), h]),
+        "elements": ([bias], lambda s, b, h, q, kv: s * 2 + bias[h, q, kv]),
+        "rows, columns": (
+            [rows, columns],
+            lambda s, b, h, q, kv: s * rows[b, q] + torch.tanh(columns[kv]),
+        ),
+        "a number": ([number], lambda s, b, h, q, kv: number * torch.tanh(s / number)),
+        "vectors": (
+            [left, right],
+            lambda s, b, h, q, kv: s + (left[q] * right[kv]).sum(-1) + left[q, 0],
+        ),
+        "negative index": ([ribbon], lambda s, b, h, q, kv: s + ribbon[q - kv] ** 2),
+        "read twice": ([slopes], lambda s, b, h, q, kv: s * slopes[h] + slopes[h * 0]),
+        "a choice": (
+            [slopes],
+            lambda s, b, h, q, kv: torch.where(q >= kv, s * slopes[h], float("-inf")),
+        ),
+    }
+
+
+@pytest.mark.parametrize("name", captured_cases())
+def test_captured_tensors(name: str) -> None:
+    learned, score_mod = captured_cases()[name]
+    place, traced = leaves(), trace_score_mod(score_mod)
+    shown = leaves()
+    shown["q"], shown["kv"] = shown["q"].long(), shown["kv"].long()
+    for at in ("b", "h"):
+        shown[at] = shown[at].long()
+    if name == "a choice":  # -inf has the probability 0, and so the weight 0
+        place["kv"] = shown["kv"] = torch.zeros_like(shown["kv"])
+    want = eager(score_mod, shown, learned)[1:]
+    places = {id(tensor): at for at, tensor in enumerate(traced.captured)}
+    wanted = differentiable(traced.graph)
+    assert wanted == frozenset(places.values())
+    found = reverse(traced, place, wanted)[2:]
+    for tensor, gradient in zip(learned, want, strict=True):
+        torch.testing.assert_close(found[places[id(tensor)]], gradient, rtol=1e-6, atol=1e-6)
+
+
+def test_linear_mods_have_the_factor_one() -> None:
+    slopes = torch.rand(H)
+    for score_mod in (
+        lambda s, b, h, q, kv: s - slopes[h] * (q - kv).abs(),
+        lambda s, b, h, q, kv: torch.where(q >= kv, s + 1, float("-inf")),
+        lambda s, b, h, q, kv: torch.where(s > 0, s, s),
+    ):
+        graph = differentiate(trace_score_mod(score_mod).graph)
+        node = graph.nodes[factor(graph)]
+        assert (node.op, node.attr) == ("const", 1.0)
+
+
+def test_a_soft_cap_shares_the_forward_s_tanh() -> None:
+    graph = differentiate(trace_score_mod(SMOOTH["softcap"]).graph)
+    lowered = lower(graph).graph
+    assert [node.op for node in lowered.nodes].count("tanh") == 1
+    (tanh,) = (at for at, node in enumerate(lowered.nodes) if node.op == "tanh")
+    assert lowered.result == tanh and lower(graph).gain == 20.0
+    slope = lowered.nodes[factor(lowered)]
+    assert slope.op == "sub" and lowered.nodes[slope.args[1]].args == (tanh, tanh)
+
+
+@pytest.mark.parametrize("name", SMOOTH)
+def test_the_derivative_does_not_change_the_lowered_mod(name: str) -> None:
+    """The backward's scores are the forward's: the same operations, exact where those are."""
+    forward = trace_score_mod(SMOOTH[name]).graph
+    alone, beside = lower(forward), lower(differentiate(forward))
+    kept = _closure(beside.graph)
+    spelled = [beside.graph.nodes[at] for at in sorted(kept)]
+    assert [node.op for node in spelled] == [node.op for node in alone.graph.nodes]
+    assert alone.gain == beside.gain
+    assert [beside.exact[at] for at in sorted(kept)] == list(alone.exact)
+
+
+def _closure(graph) -> set[int]:
+    needed, todo = set(), [graph.result]
+    while todo:
+        at = todo.pop()
+        if at not in needed:
+            needed.add(at)
+            todo += graph.nodes[at].args
+    return needed
+
+
+@pytest.mark.parametrize("name", SMOOTH)
+def test_lowering_keeps_the_derivative(name: str) -> None:
+    place, traced = leaves(), trace_score_mod(SMOOTH[name])
+    graph = differentiate(traced.graph)
+    (want,) = values_of(graph, [factor(graph)], traced.captured, traced.scalars, place)
+    lowered = lower(graph).graph
+    spelled, at = _spelled_out(lowered), factor(lowered)
+    if any(node.op in ("fma", "reciprocal") for node in lowered.nodes):
+        spelled, at = _spelled_with(lowered, at)
+    (found,) = values_of(spelled, [at], traced.captured, (*traced.scalars, 1.0), place)
+    torch.testing.assert_close(found.double(), want.double(), rtol=1e-6, atol=1e-6)
+
+
+def _spelled_with(lowered, at: int):
+    from dataclasses import replace
+
+    spelled = _spelled_out(replace(lowered, result=at))
+    return spelled, spelled.result
+
+
+def test_wild_derivatives_are_known() -> None:
+    def wild(score_mod: Callable) -> bool:
+        return not tame(differentiate(trace_score_mod(score_mod).graph))
+
+    assert wild(lambda s, b, h, q, kv: torch.sqrt(s.abs()))
+    assert wild(lambda s, b, h, q, kv: torch.log(s.abs()))
+    assert not wild(SMOOTH["softcap"]) and not wild(SMOOTH["branches"])
+
+
+def test_integers_and_steps_have_no_gradient() -> None:
+    whole, stepped, used = torch.ones(H, dtype=torch.int32), torch.rand(H), torch.rand(H)
+    graph = trace_score_mod(
+        lambda s, b, h, q, kv: s * whole[h] + torch.floor(stepped[h]) * used[h]
+    ).graph
+    assert differentiable(graph) == frozenset(
+        at for at, c in enumerate(graph.captured) if c.dtype == "float32"
+    ) - {_place_of_stepped(graph)}
+
+
+def _place_of_stepped(graph) -> int:
+    (floor,) = (node for node in graph.nodes if node.op == "floor")
+    return graph.nodes[floor.args[0]].attr
