@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 
 from fa_cute.device.lower import lower
-from fa_cute.mods.derivative import contributions, differentiable, differentiate, factor, tame
+from fa_cute.mods.derivative import differentiable, differentiate
+from fa_cute.mods.derived import contributions, factor, tame
 from fa_cute.mods.emit_torch import values_of
 from fa_cute.mods.trace import Traced, trace_score_mod
 from tests.test_emit import _spelled_out
@@ -36,40 +37,39 @@ def weight() -> torch.Tensor:
 
 
 def reverse(traced: Traced, place: dict, wanted: frozenset[int] = frozenset()) -> list:
-    """The same by the derivative's graph."""
+    """The mod's value, and the same by the derivative's graph."""
     graph = differentiate(traced.graph, wanted)
     given = contributions(graph)
-    asked = [graph.result, factor(graph), *(one.value for one in given)]
     captured = [tensor.detach() for tensor in traced.captured]
-    value, slope, *values = values_of(graph, asked, captured, traced.scalars, place)
-    gradients = [weight() * slope]
-    for slot in sorted(wanted):
-        total = torch.zeros_like(captured[slot], dtype=torch.float64)
-        for one, factor_ in zip(given, values, strict=True):
-            if one.slot == slot:
-                _scatter(total, graph, one.load, factor_, captured, traced.scalars, place)
-        gradients.append(total)
-    return [value.expand(SHAPE), *gradients]
+
+    def computed(nodes: Sequence[int]) -> list[torch.Tensor]:
+        return values_of(graph, nodes, captured, traced.scalars, place)
+
+    value, slope = computed([graph.result, factor(graph)])
+    totals = {slot: torch.zeros_like(captured[slot], dtype=torch.float64) for slot in wanted}
+    for one in given:
+        node = graph.nodes[one.load]
+        _scatter(totals[one.slot], node.width, computed(node.args), *computed([one.value]))
+    return [value.expand(SHAPE), weight() * slope, *(totals[slot] for slot in sorted(wanted))]
 
 
 def _scatter(
-    total: torch.Tensor, graph, load: int, value: torch.Tensor, captured, scalars, place
+    total: torch.Tensor, width: int, indices: Sequence[torch.Tensor], value: torch.Tensor
 ) -> None:
-    node = graph.nodes[load]
-    shape = (*SHAPE, node.width) if node.width > 1 else SHAPE
-    added = weight()[..., None] if node.width > 1 else weight()
-    if node.width > 1 and value.ndim == 4:
-        value = value[..., None]
+    """Add the weighted ``value`` at ``indices``; of short vectors, of ``width``, a whole row."""
+    added, shape = weight(), SHAPE
+    if width > 1:
+        added, shape = added[..., None], (*SHAPE, width)
+        value = value[..., None] if value.ndim == 4 else value
     added = (added * value).expand(shape)
-    if not node.args:
-        total += added.sum()
-        return
-    indices = values_of(graph, node.args, captured, scalars, place)
     index = []
     for at, size in zip(indices, total.shape, strict=False):
         at = torch.where(at < 0, at + size, at).clamp(0, size - 1).long()
         index.append(at.view((1,) * (4 - at.ndim) + at.shape).expand(SHAPE))
-    total.index_put_(tuple(index), added.double(), accumulate=True)
+    if index:
+        total.index_put_(tuple(index), added.double(), accumulate=True)
+    else:
+        total += added.sum()
 
 
 def agree(score_mod: Callable, place: dict | None = None, rtol: float = 1e-9) -> None:

@@ -30,7 +30,7 @@ from fa_cute.plan import Extra, Io, Launch, Plan
 ABI = "1"
 # What a kernel is made from; nothing else in the package can change one for a given plan.
 SOURCES = (
-    *("device", "kernels", "mods/graph.py", "mods/derivative.py", "plan.py", "spans.py"),
+    *("device", "kernels", "mods/graph.py", "mods/derived.py", "plan.py", "spans.py"),
     "host/compile.py",
 )
 COMPILER = "nvidia-cutlass-dsl"
