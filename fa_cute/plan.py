@@ -40,9 +40,39 @@ class FwdConfig:
 
 
 @dataclass(frozen=True)
+class BwdConfig:
+    """One row of a backward config table (``host/configs.py``).
+
+    ``tile_kv`` keys a CTA, 64 of them a consumer warpgroup; ``tile_q`` queries a block; ``stages``
+    slots in each of the Q and the dO ring and of dS; registers a thread, as in ``FwdConfig``.
+    """
+
+    tile_q: int
+    tile_kv: int
+    stages: int
+    producer_registers: int
+    consumer_registers: int
+
+    @property
+    def consumers(self) -> int:
+        """Consumer warpgroups a CTA."""
+        return self.tile_kv // 64
+
+    @property
+    def rows_parted(self) -> bool:
+        """Whether the warpgroups share a tile of dQ by rows; else by columns."""
+        return self.tile_q == 64 * self.consumers
+
+
+FORWARD, BACKWARD = "forward", "backward"
+PREPROCESS, POSTPROCESS = "backward-preprocess", "backward-postprocess"
+
+
+@dataclass(frozen=True)
 class Plan:
     """The static facts of one attention kernel.
 
+    ``direction``: FORWARD, BACKWARD, or one of the two passes around the latter.
     ``window`` says whether a left and a right bound exist (their sizes are run-time numbers).
     ``gqa_ratio`` is query heads a key/value head. Dtypes are torch's names ("bfloat16").
     """
@@ -60,7 +90,7 @@ class Plan:
     sinks: bool
     deterministic: bool
     target: str
-    config: FwdConfig
+    config: FwdConfig | BwdConfig
 
     @property
     def width(self) -> int:
@@ -91,7 +121,7 @@ def padded(head_dim: int) -> int:
 def _text(value: Any) -> str:
     if isinstance(value, Graph):
         return value.key
-    if isinstance(value, FwdConfig):
+    if isinstance(value, FwdConfig | BwdConfig):
         return ",".join(f"{f.name}:{getattr(value, f.name)}" for f in fields(value))
     return str(value)
 
@@ -107,6 +137,50 @@ class Io(NamedTuple):
     v: Any
     out: Any
     lse: Any = None
+
+
+class BwdIo(NamedTuple):
+    """The tensors of the main backward kernel.
+
+    q, dout ``(B, Sq, Hq, ·)``; k, v, dk, dv ``(B, Sk, Hk, ·)``. From the preprocess: ``shift`` and
+    ``delta`` ``(B, Hq, P)`` float32, P = Sq padded to whole blocks of ``tile_q``; ``sums``
+    ``(B, Hq, P, width)`` float32, dQ in fragment order; ``turns`` ``(B, Hq, P / tile_q)`` int32,
+    None unless deterministic.
+    """
+
+    q: Any
+    k: Any
+    v: Any
+    dout: Any
+    shift: Any
+    delta: Any
+    sums: Any
+    dk: Any
+    dv: Any
+    turns: Any = None
+
+
+class PreprocessIo(NamedTuple):
+    """The tensors of the pass before: out, dout ``(B, Sq, Hq, Dv)``, lse, dlse ``(B, Hq, Sq)``.
+
+    dlse is None where lse has no gradient. It writes the others: see ``BwdIo``.
+    """
+
+    out: Any
+    dout: Any
+    lse: Any
+    dlse: Any
+    shift: Any
+    delta: Any
+    sums: Any
+    turns: Any = None
+
+
+class PostprocessIo(NamedTuple):
+    """The tensors of the pass after: ``sums`` of ``BwdIo`` become dq ``(B, Sq, Hq, D)``."""
+
+    sums: Any
+    dq: Any
 
 
 class Extra(NamedTuple):

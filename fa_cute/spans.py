@@ -15,6 +15,10 @@ Causal is ``right = 0``. A block is ``tile_n`` keys. From high to low, a tile of
     right edge      blocks that the right bound crosses (causal's diagonal)
     middle          blocks that every row of the tile sees whole
     left edge       blocks that the left bound crosses
+
+The backward turns this round: a tile of keys visits blocks of ``tile_q`` queries, from low to high
+(``q_spans``). The right bound then crosses the lowest blocks and the left bound the highest; a tile
+that passes the end of the keys has no middle, since every block needs that bound.
 """
 
 from __future__ import annotations
@@ -45,6 +49,19 @@ class KvSpans(NamedTuple):
     middle_begin: Any
     middle_end: Any
     last: Any
+    end: Any
+
+
+class QSpans(NamedTuple):
+    """Block numbers, ``begin <= middle_begin <= middle_end <= end``; equal ends: nothing seen.
+
+    Right edge ``[begin, middle_begin)``, middle ``[middle_begin, middle_end)``, left edge
+    ``[middle_end, end)``.
+    """
+
+    begin: Any
+    middle_begin: Any
+    middle_end: Any
     end: Any
 
 
@@ -97,3 +114,31 @@ def kv_spans(
         crossed = high(last_row + offset - bounds.left, 0)
         middle_begin = low(high((crossed + tile_n - 1) // tile_n, begin), middle_end)
     return KvSpans(begin, middle_begin, middle_end, last, end)
+
+
+def q_spans(
+    bounds: Bounds, kv_begin: Any, kv_end: Any, tile_q: int, arithmetic: Arithmetic = PYTHON
+) -> QSpans:
+    """The spans of blocks of ``tile_q`` queries that see keys of ``[kv_begin, kv_end)``."""
+    low, high = arithmetic.minimum, arithmetic.maximum
+    offset = bounds.seqlen_k - bounds.seqlen_q
+    last_key = low(kv_end, bounds.seqlen_k) - 1
+    q_begin, q_end = 0, bounds.seqlen_q
+    if bounds.right is not None:
+        q_begin = high(kv_begin - offset - bounds.right, 0)
+    if bounds.left is not None:
+        q_end = high(low(q_end, last_key - offset + bounds.left + 1), 0)
+    end = (q_end + tile_q - 1) // tile_q
+    begin = low(q_begin // tile_q, end)
+    middle_begin, middle_end = begin, end
+    if bounds.right is not None:
+        # The first row of a block sees the fewest keys to its right.
+        crossed = high(kv_end - 1 - offset - bounds.right, 0)
+        middle_begin = low(high((crossed + tile_q - 1) // tile_q, begin), end)
+    if bounds.left is not None:
+        whole = high(kv_begin - offset + bounds.left + 1, 0) // tile_q
+        middle_end = low(high(whole, middle_begin), end)
+    # In a tile that passes the end of the keys every block is an edge: 1 there, 0 elsewhere.
+    partial = high(low(kv_end - bounds.seqlen_k, 1), 0)
+    middle_begin = middle_begin + partial * (end - middle_begin)
+    return QSpans(begin, middle_begin, high(middle_end, middle_begin), end)

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from fa_cute.spans import Bounds, kv_spans, visible
+from fa_cute.spans import Bounds, kv_spans, q_spans, visible
 
 LENGTHS = [(1, 1), (5, 12), (12, 5), (8, 8), (13, 16), (3, 0), (9, 1)]
 SIDES = [None, 0, 1, 3, 40]
@@ -51,3 +51,22 @@ def test_bounds_stay_in_int32() -> None:
     spans = kv_spans(bounds, longest - 128, longest, 128)
     assert max(spans) < 2**31 and visible(bounds, 0, 128)[0] > -(2**31)
     assert (longest - 1) + longest - longest + longest < 2**31
+
+
+@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
+@pytest.mark.parametrize("tile", [(4, 4), (8, 3), (3, 8)], ids=str)
+def test_spans_of_queries_cover_what_is_visible(
+    lengths: tuple[int, int], tile: tuple[int, int]
+) -> None:
+    tile_q, tile_kv = tile
+    for left, right in itertools.product(SIDES, SIDES):
+        bounds = Bounds(*lengths, left, right)
+        for kv_begin in range(0, lengths[1], tile_kv):
+            keys = range(kv_begin, kv_begin + tile_kv)
+            spans = q_spans(bounds, kv_begin, kv_begin + tile_kv, tile_q)
+            rows = [q for q in range(lengths[0]) if any(sees(bounds, q, kv) for kv in keys)]
+            assert 0 <= spans.begin <= spans.middle_begin <= spans.middle_end <= spans.end
+            assert {q // tile_q for q in rows} == set(range(spans.begin, spans.end))
+            for block in range(spans.middle_begin, spans.middle_end):
+                inside = range(block * tile_q, min((block + 1) * tile_q, lengths[0]))
+                assert all(sees(bounds, q, kv) for q in inside for kv in keys), (bounds, block)

@@ -42,6 +42,23 @@ def limits(bounds: Bounds, row: Int32, quad_column: Int32) -> Limits:
     return Limits(tuple(low) if low else None, tuple(high))
 
 
+def limits_of_keys(bounds: Bounds, key: Int32, quad_column: Int32) -> Limits:
+    """The limits where rows are keys, ``key`` and ``key + 8``, and columns are queries."""
+    offset = bounds.seqlen_k - bounds.seqlen_q
+    low, high = [], []
+    for r in range(FRAGMENT_ROWS):
+        diagonal = key + 8 * r - offset
+        end = bounds.seqlen_q
+        if bounds.left is not None:
+            bound = diagonal + bounds.left + 1
+            end = cutlass.select_(bound < end, bound, end)
+        end = cutlass.select_(key + 8 * r < bounds.seqlen_k, end, Int32(0))
+        high.append(end - quad_column)
+        if bounds.right is not None:
+            low.append(diagonal - bounds.right - quad_column)
+    return Limits(tuple(low) if low else None, tuple(high))
+
+
 def apply(s: cute.Tensor, limit: Limits, kv_first: Int32) -> None:
     """Write -inf into ``s`` (2, columns) at columns ``kv_first + ...`` outside the rows' limits."""
     hidden = -Float32.inf

@@ -14,7 +14,7 @@ import cutlass
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as hopper
 from cutlass import Float32
-from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
+from cutlass.cute.nvgpu import OperandMajorMode, warp, warpgroup
 from cutlass.tensor_utils import LayoutEnum
 
 from fa_cute.device.fragment import Fragment
@@ -23,9 +23,14 @@ ROWS = 64  # rows of one wgmma
 FRAGMENT_ROWS = 2  # rows a thread owns
 
 
-def smem_layout(dtype: type, rows: int, columns: int, stages: int) -> Any:
-    """Row-major (rows, columns, stages), in the widest swizzle that ``columns`` allows."""
-    kind = hopper.get_smem_layout_atom(LayoutEnum.ROW_MAJOR, dtype, columns)
+def smem_layout(
+    dtype: type, rows: int, columns: int, stages: int, *, parts: int | None = None
+) -> Any:
+    """Row-major (rows, columns, stages), in the widest swizzle that ``columns`` allows.
+
+    Where warpgroups share the columns in ``parts`` of so many, the swizzle fits one part.
+    """
+    kind = hopper.get_smem_layout_atom(LayoutEnum.ROW_MAJOR, dtype, parts or columns)
     atom = warpgroup.make_smem_layout_atom(kind, dtype)
     return cute.tile_to_shape(atom, (rows, columns, stages), order=(0, 1, 2))
 
@@ -50,6 +55,29 @@ def make_mma(dtype: type, warpgroups: int, columns: int, *, p_times_v: bool) -> 
         (ROWS, columns),
         source,
     )
+
+
+def make_shared_mma(dtype: type, warpgroups: int, columns: int, *, by_rows: bool) -> cute.TiledMma:
+    """dQ = dS K from shared memory (dS K-major, K MN-major), parted by rows or by columns.
+
+    ``columns``: those of one warpgroup.
+    """
+    return hopper.make_trivial_tiled_mma(
+        dtype,
+        dtype,
+        OperandMajorMode.K,
+        OperandMajorMode.MN,
+        Float32,
+        (warpgroups, 1, 1) if by_rows else (1, warpgroups, 1),
+        (ROWS, columns),
+        warpgroup.OperandSource.SMEM,
+    )
+
+
+def transposing_store(mma: cute.TiledMma, dtype: type) -> cute.TiledCopy:
+    """Accumulators of ``mma`` (m, n), rounded, to shared memory that holds (n, m) row-major."""
+    matrices = warp.StMatrix8x8x16bOp(transpose=True, num_matrices=4)
+    return cute.make_tiled_copy_C(cute.make_copy_atom(matrices, dtype), mma)
 
 
 def gemm(

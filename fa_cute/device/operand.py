@@ -7,7 +7,7 @@ from enum import Enum
 from typing import Any, NamedTuple
 
 import cutlass.cute as cute
-from cutlass import Int32, Int64
+from cutlass import Float32, Int32, Int64
 from cutlass.cute.nvgpu import cpasync
 
 
@@ -63,5 +63,21 @@ def loader(
             tma_bar_ptr=slot.barrier,
             cache_policy=Int64(reuse.value),
         )
+
+    return load
+
+
+def row_loader(rows: cute.Tensor, s: cute.Tensor) -> Callable[[Int32, Any], None]:
+    """``load(block, slot)``: copy a block of the fp32 ``rows`` (n,) to the slot's of ``s``.
+
+    ``s`` is (block, stages); ``rows`` holds whole blocks. One lane copies.
+    """
+    size = cute.size(s, mode=[0])
+    atom = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), Float32)
+    of = cute.local_tile(rows, (size,), (None,))
+
+    def load(block: Int32, slot: Any) -> None:
+        with cute.arch.elect_one():
+            cute.copy(atom, of[None, block], s[None, slot.index], mbar_ptr=slot.barrier)
 
     return load

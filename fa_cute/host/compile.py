@@ -25,7 +25,19 @@ from typing import Any, NamedTuple
 from fa_cute.host import cache, launch, target
 from fa_cute.host.launch import Kernel, Resources
 from fa_cute.mods.graph import Captured, Graph
-from fa_cute.plan import Extra, Io, Launch, Plan
+from fa_cute.plan import (
+    BACKWARD,
+    FORWARD,
+    POSTPROCESS,
+    PREPROCESS,
+    BwdIo,
+    Extra,
+    Io,
+    Launch,
+    Plan,
+    PostprocessIo,
+    PreprocessIo,
+)
 
 ABI = "1"
 # What a kernel is made from; nothing else in the package can change one for a given plan.
@@ -242,9 +254,17 @@ def _compile(plan: Plan, scratch: Path) -> tuple[Any, str]:
 
 
 def _entry(plan: Plan) -> Any:
+    from fa_cute.kernels.bwd_postprocess import BwdPostprocess
+    from fa_cute.kernels.bwd_preprocess import BwdPreprocess
+    from fa_cute.kernels.bwd_sm90 import BwdSm90
     from fa_cute.kernels.fwd_sm90 import FwdSm90
 
-    kernels = {("forward", "sm_90a"): FwdSm90}
+    kernels = {
+        (FORWARD, "sm_90a"): FwdSm90,
+        (BACKWARD, "sm_90a"): BwdSm90,
+        (PREPROCESS, "sm_90a"): BwdPreprocess,
+        (POSTPROCESS, "sm_90a"): BwdPostprocess,
+    }
     found = kernels.get((plan.direction, plan.target))
     if found is None:
         raise ValueError(
@@ -262,25 +282,37 @@ def _no_tuple_warnings() -> Iterator[None]:
         yield
 
 
-def _fake_arguments(plan: Plan) -> tuple[Io, Extra, Launch]:
+def _fake_arguments(plan: Plan) -> tuple[Any, Extra, Launch]:
     """Tensors and numbers of the kernel's types: lengths and strides are unknowns."""
     import cutlass
     from cutlass import Float32, Int32
 
-    q, k, v, out = (
-        _fake_operand(plan.dtype, width)
-        for width in (plan.head_dim, plan.head_dim, plan.head_dim_v, plan.head_dim_v)
-    )
-    lse = _fake_lse() if plan.return_lse else None
     graphs = [graph for _, graph in _mods(plan)]
     numbers = {"float32": Float32, "int32": Int32, "bool": cutlass.Boolean}
     captured = tuple(_fake_captured(c) for graph in graphs for c in graph.captured)
     scalars = tuple(numbers[kind](0) for graph in graphs for kind in graph.scalars)
     return (
-        Io(q, k, v, out, lse),
+        _fake_io(plan),
         Extra(captured or None, scalars or None, _fake_sinks() if plan.sinks else None),
         Launch(Float32(0), Int32(0), Int32(0), Int32(0), _fake_counter()),
     )
+
+
+def _fake_io(plan: Plan) -> Any:
+    q, dk, k, v, out, dout = (
+        _fake_operand(plan.dtype, width) for width in (plan.head_dim,) * 3 + (plan.head_dim_v,) * 3
+    )
+    if plan.direction == FORWARD:
+        return Io(q, k, v, out, _fake_rows() if plan.return_lse else None)
+    sums = _fake_operand("float32", plan.width)
+    if plan.direction == POSTPROCESS:
+        return PostprocessIo(sums, dk)
+    shift, delta = _fake_rows(aligned=True), _fake_rows(aligned=True)
+    turns = _fake_rows("int32") if plan.deterministic else None
+    if plan.direction == PREPROCESS:
+        dlse = _fake_rows() if plan.return_lse else None
+        return PreprocessIo(out, dout, _fake_rows(), dlse, shift, delta, sums, turns)
+    return BwdIo(q, k, v, dout, shift, delta, sums, dk, out, turns)
 
 
 def _element(dtype: str) -> Any:
@@ -307,14 +339,15 @@ def _fake_operand(dtype: str, width: int) -> Any:
     return make_fake_tensor(element, shape, stride, assumed_align=16)
 
 
-def _fake_lse() -> Any:
-    """(B, Hq, Sq) of float32, the last dimension contiguous."""
+def _fake_rows(dtype: str = "float32", *, aligned: bool = False) -> Any:
+    """(B, Hq, ·), the last dimension contiguous; ``aligned``: each (b, h) begins on 16 bytes."""
     import cutlass.cute as cute
     from cutlass.cute.runtime import make_fake_tensor
 
     shape = tuple(cute.sym_int() for _ in range(3))
-    stride = (cute.sym_int64(), cute.sym_int64(), 1)
-    return make_fake_tensor(_element("float32"), shape, stride, assumed_align=4)
+    step = 4 if aligned else 1
+    stride = (*(cute.sym_int64(divisibility=step) for _ in range(2)), 1)
+    return make_fake_tensor(_element(dtype), shape, stride, assumed_align=4 * step)
 
 
 def _fake_sinks() -> Any:

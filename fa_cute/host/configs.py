@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from fa_cute.plan import FwdConfig
+from fa_cute.plan import BwdConfig, FwdConfig
 
 REGISTERS_PER_SM = 65_536
 STEP = 8  # elements in 16 bytes: what TMA and the stores move
@@ -151,6 +151,50 @@ def fwd_sm90(
         and row.dtype in (None, dtype)
         and all(d <= most for d, most in zip((head_dim, head_dim_v), row.head_dims, strict=True))
     ]
+    return min(fitting, key=lambda row: row.head_dims).config
+
+
+class BwdRow(NamedTuple):
+    """One line of the backward's table; members as in ``Row``."""
+
+    head_dims: tuple[int, int]
+    cut: bool | None
+    modified: bool | None
+    config: BwdConfig
+    why: str
+
+
+BWD_SM90: tuple[BwdRow, ...] = (
+    BwdRow(
+        (64, 64),
+        None,
+        None,
+        BwdConfig(64, 128, 2, 24, 240),
+        "not measured; 128 x 128 spills 96 bytes",
+    ),
+    BwdRow(
+        (128, 128),
+        None,
+        None,
+        BwdConfig(64, 128, 2, 24, 240),
+        "not measured; dK and dV are 128 registers, S and dP 64",
+    ),
+)
+
+
+def bwd_sm90(head_dim: int, head_dim_v: int, *, cut: bool, modified: bool) -> BwdConfig:
+    """The configuration of a backward on sm_90; ValueError says which head dims have one."""
+    fitting = [
+        row
+        for row in BWD_SM90
+        if row.cut in (None, cut)
+        and row.modified in (None, modified)
+        and all(d <= most for d, most in zip((head_dim, head_dim_v), row.head_dims, strict=True))
+    ]
+    if not fitting:
+        raise ValueError(
+            f"no backward kernel for sm_90 has head_dim {head_dim} and head_dim_v {head_dim_v}"
+        )
     return min(fitting, key=lambda row: row.head_dims).config
 
 

@@ -1,0 +1,118 @@
+"""Before the backward on Hopper: what a row of queries gives every one of its scores.
+
+    delta = rowsum(O * dO) - dLSE          shift = -LSE log2 e, or -inf: then P is 0
+
+and zeroes where the main kernel adds up: the sums of dQ, and the turns of a deterministic one.
+
+One CTA of 256 threads takes a block of ``tile_q`` rows of a head; a row is read by the lanes that
+its 16-byte vectors need, up to a power of two. Rows past the last query, up to whole blocks, get
+delta 0 and shift -inf.
+
+    role    warps  does
+    all     0..7   loads O and dO, reduces over lanes, stores
+
+No barriers: every thread writes what it alone knows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, const_expr
+
+from fa_cute.device import vectors
+from fa_cute.device.softmax import LOG2_E
+from fa_cute.plan import Extra, Launch, Plan, PreprocessIo
+
+THREADS = 256
+VECTOR = 8  # elements in 16 bytes
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The tensors, and how the CTAs are numbered."""
+
+    io: PreprocessIo
+    blocks: Int32
+    heads: Int32
+
+
+class BwdPreprocess:
+    """The kernel of one plan; ``__call__`` is its host entry."""
+
+    def __init__(self, plan: Plan):
+        self.plan = plan
+        self.tile = plan.config.tile_q
+        self.lanes = 1
+        while self.lanes * VECTOR < plan.head_dim_v:
+            self.lanes *= 2
+
+    @cute.jit
+    def __call__(self, io: PreprocessIo, extra: Extra, launch: Launch, stream):
+        batch, seqlen_q, heads = (io.out.shape[i] for i in range(3))
+        blocks = cute.ceil_div(seqlen_q, self.tile)
+        self.kernel(Rows(io, blocks, heads)).launch(
+            grid=[blocks * heads * batch, 1, 1], block=[THREADS, 1, 1], stream=stream
+        )
+
+    @cute.kernel
+    def kernel(self, x: Rows):
+        number, thread = cute.arch.block_idx()[0], cute.arch.thread_idx()[0]
+        block, head = number % x.blocks, number // x.blocks % x.heads
+        batch = number // x.blocks // x.heads
+        self.clear(x.io.sums[batch, head, 0, None], block, thread)
+        if const_expr(x.io.turns is not None):
+            if thread == 0:
+                x.io.turns[batch, head, block] = 0
+        lane, first = thread % self.lanes, thread // self.lanes
+        step = THREADS // self.lanes
+        for i in cutlass.range_constexpr(-(-self.tile // step)):
+            if const_expr((i + 1) * step <= self.tile) or i * step + first < self.tile:
+                row = block * self.tile + i * step + first
+                self.row(x.io, (batch, head, row), lane)
+
+    @cute.jit
+    def row(self, io: PreprocessIo, at: tuple, lane: Int32):
+        """One row by ``self.lanes`` lanes."""
+        batch, head, row = at
+        total, shift = Float32(0.0), -Float32.inf
+        if row < io.out.shape[1]:
+            if const_expr(self.lanes * VECTOR == self.plan.head_dim_v):
+                total = self.product(io, at, lane)
+            elif lane * VECTOR < self.plan.head_dim_v:
+                total = self.product(io, at, lane)
+            lse = io.lse[batch, head, row]
+            shift = cutlass.select_(lse == -Float32.inf, -Float32.inf, -lse * LOG2_E)
+        distance = 1
+        while distance < self.lanes:
+            total = total + cute.arch.shuffle_sync_bfly(total, offset=distance)
+            distance *= 2
+        if lane == 0:
+            if const_expr(io.dlse is not None):
+                if row < io.out.shape[1]:
+                    total = total - io.dlse[batch, head, row]
+            io.delta[batch, head, row] = total
+            io.shift[batch, head, row] = shift
+
+    def product(self, io: PreprocessIo, at: tuple, lane: Int32) -> Float32:
+        """The sum of O * dO over the vector of ``lane``."""
+        batch, head, row = at
+        parts = []
+        for tensor in (io.out, io.dout):
+            vector = cute.local_tile(tensor[batch, row, head, None], (VECTOR,), (lane,))
+            r = cute.make_rmem_tensor(VECTOR, tensor.element_type)
+            cute.autovec_copy(vector, r)
+            parts.append(r.load().to(Float32))
+        product = parts[0] * parts[1]
+        return product.reduce(cute.ReductionOp.ADD, Float32(0.0), reduction_profile=0)
+
+    def clear(self, sums: cute.Tensor, block: Int32, thread: Int32) -> None:
+        """Zero the block's part of ``sums``."""
+        count = self.tile * self.plan.width // vectors.FLOATS
+        zero = cute.make_rmem_tensor(vectors.FLOATS, Float32)
+        zero.fill(0.0)
+        for i in range(count // THREADS):
+            at = cutlass.Int64(block) * count + (i * THREADS + thread)
+            cute.autovec_copy(zero, vectors.vector_of(sums, at))

@@ -1,0 +1,426 @@
+"""Attention backward on Hopper: dK and dV of one tile of keys a CTA, dQ added up in memory.
+
+Every block of queries that sees the tile is visited once. Scores are held transposed: S^T = K Q^T
+and dP^T = V dO^T have keys as rows, 64 a consumer warpgroup, so that P^T and dS^T are the register
+operands of dV += P^T dO and dK += dS^T Q. Only dS passes through shared memory, for dQ = dS K:
+
+    P = exp2(c S + shift)       dS = P (dP - delta)       shift, delta: kernels/bwd_preprocess.py
+
+    load       K Q0 V dO0 Q1 dO1 Q2 ...
+    consumers  [S dP] exp [dV] dS, write | [dQ dK] add dQ ... the next block
+                                         every consumer's part of dS is there
+
+Roles and rings are the tables of ``topology`` below; besides them there is named barrier 1, at
+which all consumers meet once a block (dS). dS has a slot for each of Q's: a warpgroup writes it
+again only after the barrier of a later block, before which all others have multiplied it.
+
+dQ is added to fp32 sums in the order of the accumulator (``kernels/bwd_postprocess.py`` has it), 16
+bytes a thread and reduction. Query heads of a key head follow each other in the same CTA, so dK
+and dV are sums in registers, always of the same order.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, const_expr
+from cutlass.cute.nvgpu import cpasync, warpgroup
+
+from fa_cute.device import epilogue, mask, mma_sm90, softmax, vectors
+from fa_cute.device.operand import Reuse, TmaOperand, loader, row_loader, tma_operand
+from fa_cute.device.scheduler import Place, Tiles, section_of
+from fa_cute.device.topology import WARPGROUP, RingSpec, Role, Topology
+from fa_cute.plan import BwdIo, Extra, Launch, Plan
+from fa_cute.spans import Arithmetic, Bounds, QSpans, q_spans
+
+DTYPES = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16}
+DS_READY = 1  # the named barrier of the consumers; 0 is the CTA's own
+
+
+def topology(plan: Plan) -> Topology:
+    """Who works, and what each waits for."""
+    c = plan.config
+    q_bytes = c.tile_q * (plan.width * 2 + 4)
+    do_bytes = c.tile_q * (plan.width_v * 2 + 4)
+    return Topology(
+        roles=(
+            Role("load", 1, c.producer_registers, 1, "TMA loads of K, V, Q and dO"),
+            Role("math", c.consumers, c.consumer_registers, 4, "wgmma, P, dS, dQ, stores"),
+        ),
+        rings=(
+            RingSpec("k", 1, c.tile_kv * plan.width * 2, "load", "math", "held for the whole tile"),
+            RingSpec("v", 1, c.tile_kv * plan.width_v * 2, "load", "math", "held likewise"),
+            RingSpec("q", c.stages, q_bytes, "load", "math", "and shift; freed when dK is there"),
+            RingSpec("do", c.stages, do_bytes, "load", "math", "and delta; freed when dV is there"),
+        ),
+    )
+
+
+class Buffers(NamedTuple):
+    """Shared memory: k (tile_kv, D, 1), v (tile_kv, Dv, 1), q (tile_q, D, ·), do (tile_q, Dv, ·),
+    ds (tile_q, tile_kv, ·); shift, delta (tile_q, ·) fp32.
+    """
+
+    k: cute.Tensor
+    v: cute.Tensor
+    q: cute.Tensor
+    do: cute.Tensor
+    ds: cute.Tensor
+    shift: cute.Tensor
+    delta: cute.Tensor
+
+
+@dataclass(frozen=True)
+class Operands:
+    """All that the kernel reads and writes."""
+
+    k: TmaOperand
+    v: TmaOperand
+    q: TmaOperand
+    do: TmaOperand
+    io: BwdIo
+    scores: cute.TiledMma
+    by_v: cute.TiledMma
+    by_k: cute.TiledMma
+    dq: cute.TiledMma
+    layouts: tuple
+    tiles: Tiles
+    bounds: Bounds
+    scale: Float32
+    extra: Extra | None
+
+
+class Work(NamedTuple):
+    """A consumer's share of a tile: the tile, its warpgroup, its thread of 128, its first key."""
+
+    place: Place
+    warpgroup: Int32
+    thread: Int32
+    key: Int32
+
+
+class Fragments(NamedTuple):
+    """Descriptors (atom, mode, k, stage) and registers.
+
+    ``k_rows``, ``v_rows``, ``q_columns``, ``do_columns``: of S^T and dP^T. ``p``, ``do``: of dV.
+    ``ds_rows``, ``q``: of dK; ``ds_rows`` and ``p`` are registers. ``ds``, ``k``: of dQ.
+    """
+
+    k_rows: cute.Tensor
+    v_rows: cute.Tensor
+    q_columns: cute.Tensor
+    do_columns: cute.Tensor
+    p: cute.Tensor
+    do: cute.Tensor
+    ds_rows: cute.Tensor
+    q: cute.Tensor
+    ds: cute.Tensor
+    k: cute.Tensor
+    dk: cute.Tensor
+    dv: cute.Tensor
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """What the body of the main loop reads, and the registers that it updates in place."""
+
+    x: Operands
+    buffers: Buffers
+    f: Fragments
+    limit: mask.Limits
+    work: Work
+    head: Int32
+    c: Float32
+
+
+class BwdSm90:
+    """The kernel of one plan; ``__call__`` is its host entry."""
+
+    def __init__(self, plan: Plan):
+        self.plan, self.config = plan, plan.config
+        self.topology = topology(plan)
+        self.dtype = DTYPES[plan.dtype]
+        self.cut = plan.causal or any(plan.window)
+
+    @cute.jit
+    def __call__(self, io: BwdIo, extra: Extra, launch: Launch, stream):
+        plan, c = self.plan, self.config
+        sizes = (
+            (c.tile_kv, plan.width, 1, self.dq_columns()),
+            (c.tile_kv, plan.width_v, 1, plan.width_v),
+            (c.tile_q, plan.width, c.stages, plan.width),
+            (c.tile_q, plan.width_v, c.stages, plan.width_v),
+            (c.tile_q, c.tile_kv, c.stages, c.tile_kv),
+        )
+        layouts = tuple(
+            mma_sm90.smem_layout(self.dtype, rows, columns, stages, parts=parts)
+            for rows, columns, stages, parts in sizes
+        )
+        k, v, q, do = (
+            tma_operand(tensor, layout, size[:2])
+            for tensor, layout, size in zip((io.k, io.v, io.q, io.dout), layouts, sizes)
+        )
+        right = Int32(0) if plan.causal else launch.window_right if plan.window[1] else None
+        left = launch.window_left if plan.window[0] else None
+        operands = Operands(
+            k=k,
+            v=v,
+            q=q,
+            do=do,
+            io=io,
+            scores=mma_sm90.make_mma(self.dtype, c.consumers, c.tile_q, p_times_v=False),
+            by_v=mma_sm90.make_mma(self.dtype, c.consumers, plan.width_v, p_times_v=True),
+            by_k=mma_sm90.make_mma(self.dtype, c.consumers, plan.width, p_times_v=True),
+            dq=mma_sm90.make_shared_mma(
+                self.dtype, c.consumers, self.dq_columns(), by_rows=c.rows_parted
+            ),
+            layouts=layouts,
+            tiles=self.number(io),
+            bounds=Bounds(io.q.shape[1], io.k.shape[1], left, right),
+            scale=launch.scale,
+            extra=extra,
+        )
+        self.kernel(operands).launch(
+            grid=[operands.tiles.count, 1, 1],
+            block=[self.topology.threads, 1, 1],
+            stream=stream,
+            min_blocks_per_mp=1,
+        )
+
+    def dq_columns(self) -> int:
+        """Columns of dQ that a warpgroup multiplies."""
+        return (
+            self.plan.width if self.config.rows_parted else self.plan.width // self.config.consumers
+        )
+
+    def number(self, io: BwdIo) -> Tiles:
+        """The numbering of tiles of keys."""
+        batch, seqlen_k, heads = (io.k.shape[i] for i in range(3))
+        head_bytes = io.q.shape[1] * (2 * (self.plan.head_dim + self.plan.head_dim_v))
+        section = section_of(head_bytes * self.plan.gqa_ratio, 1)
+        return Tiles.of(cute.ceil_div(seqlen_k, self.config.tile_kv), heads, batch, section)
+
+    @cute.kernel
+    def kernel(self, x: Operands):
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        storage, buffers = self.allocate(x)
+        if warp == 0:
+            with cute.arch.elect_one():
+                self.topology.initialise(storage)
+            cute.arch.mbarrier_init_fence()
+        cute.arch.sync_threads()
+        place = self.place(x)
+        if warp < 4:
+            cute.arch.setmaxregister_decrease(self.topology.role("load").registers)
+            if warp == 0:
+                self.load(x, self.topology.rings_of("producer", storage), buffers, place)
+        else:
+            cute.arch.setmaxregister_increase(self.topology.role("math").registers)
+            self.math(x, self.topology.rings_of("consumer", storage), buffers, place)
+
+    def place(self, x: Operands) -> Place:
+        """This CTA's tile. Where tiles differ, the first keys come first: most queries see them."""
+        place = x.tiles.place(Int32(cute.arch.block_idx()[0]), self.cut)
+        return place._replace(block=x.tiles.blocks - 1 - place.block) if self.cut else place
+
+    def allocate(self, x: Operands) -> tuple[Any, Buffers]:
+        """Shared memory: the barriers' storage, and the buffers as tensors."""
+        c = self.config
+        names = ("k", "v", "q", "do", "ds")
+        sizes = {
+            name: (self.dtype, cute.cosize(layout))
+            for name, layout in zip(names, x.layouts, strict=True)
+        }
+        sizes["shift"] = sizes["delta"] = (Float32, c.tile_q * c.stages)
+        storage = cutlass.memory.SmemAllocator().allocate(self.topology.storage(sizes))
+        tiles = [
+            getattr(storage, name).get_tensor(layout.outer, swizzle=layout.inner)
+            for name, layout in zip(names, x.layouts, strict=True)
+        ]
+        by_row = cute.make_layout((c.tile_q, c.stages))
+        return storage, Buffers(
+            *tiles, storage.shift.get_tensor(by_row), storage.delta.get_tensor(by_row)
+        )
+
+    def spans(self, x: Operands, place: Place) -> QSpans:
+        """The blocks of queries of a tile: the same for the producer and for every consumer."""
+        c, arithmetic = self.config, Arithmetic(cutlass.min, cutlass.max)
+        first = place.block * c.tile_kv
+        return q_spans(x.bounds, first, first + c.tile_kv, c.tile_q, arithmetic)
+
+    @cute.jit
+    def load(self, x: Operands, rings, buffers: Buffers, place: Place):
+        for operand in (x.k, x.v, x.q, x.do):
+            cpasync.prefetch_descriptor(operand.atom)
+        spans = self.spans(x, place)
+        with rings.k.fill() as k:
+            loader(x.k, buffers.k, place.head, place.batch, Reuse.ONCE)(place.block, k)
+        with rings.v.fill() as v:
+            loader(x.v, buffers.v, place.head, place.batch, Reuse.ONCE)(place.block, v)
+        for i in cutlass.range(self.plan.gqa_ratio, unroll=1):
+            head = place.head * self.plan.gqa_ratio + i
+            load_q = loader(x.q, buffers.q, head, place.batch, Reuse.OFTEN)
+            load_do = loader(x.do, buffers.do, head, place.batch, Reuse.OFTEN)
+            load_shift = row_loader(x.io.shift[place.batch, head, None], buffers.shift)
+            load_delta = row_loader(x.io.delta[place.batch, head, None], buffers.delta)
+            for j in cutlass.range(spans.end - spans.begin, unroll=1):
+                with rings.q.fill() as q:
+                    load_q(spans.begin + j, q)
+                    load_shift(spans.begin + j, q)
+                with rings.do.fill() as do:
+                    load_do(spans.begin + j, do)
+                    load_delta(spans.begin + j, do)
+
+    @cute.jit
+    def math(self, x: Operands, rings, buffers: Buffers, place: Place):
+        thread = cute.arch.thread_idx()[0] % WARPGROUP
+        group = cute.arch.make_warp_uniform(cute.arch.warp_idx()) // 4 - 1
+        key = place.block * self.config.tile_kv + group * mma_sm90.ROWS + mma_sm90.row_of(thread)
+        work = Work(place, group, thread, key)
+        spans = self.spans(x, place)
+        limit = mask.limits_of_keys(x.bounds, key, 2 * (thread % 4))
+        f = self.fragments(x, buffers, group)
+        f.dk.fill(0.0)
+        f.dv.fill(0.0)
+        c = Float32(x.scale * softmax.LOG2_E)
+        k, v = rings.k.take(), rings.v.take()
+        for i in cutlass.range(self.plan.gqa_ratio, unroll=1):
+            head = place.head * self.plan.gqa_ratio + i
+            body = Sweep(x, buffers, f, limit, work, head, c)
+            rings = self.sweep(body, rings, spans.begin, spans.middle_begin, True)
+            rings = self.sweep(body, rings, spans.middle_begin, spans.middle_end, False)
+            if const_expr(x.bounds.left is not None):
+                rings = self.sweep(body, rings, spans.middle_end, spans.end, True)
+        k.release()
+        v.release()
+        self.store(x, work, f)
+
+    @cute.jit
+    def sweep(self, body: Sweep, rings, begin: Int32, end: Int32, edge: cutlass.Constexpr):
+        """Blocks of queries ``begin`` up to ``end - 1``."""
+        x, f = body.x, body.f
+        for i in cutlass.range(end - begin, unroll=1):
+            block = begin + i
+            q = rings.q.take()
+            s = self.issue_scores(body, f.k_rows, f.q_columns, q)
+            do = rings.do.take()
+            dp = self.issue_scores(body, f.v_rows, f.do_columns, do)
+            warpgroup.wait_group(1)
+            s_view = mma_sm90.rows_and_columns(s)
+            if const_expr(edge):
+                mask.apply(s_view, body.limit, block * self.config.tile_q)
+            self.exponentiate(body, s_view, q)
+            mma_sm90.convert(s, f.p)
+            mma_sm90.gemm(x.by_v, f.dv, f.p, f.do[None, None, None, do.index], clear=False)
+            warpgroup.wait_group(1)
+            self.differentiate(body, s_view, mma_sm90.rows_and_columns(dp), do)
+            mma_sm90.convert(dp, f.ds_rows)
+            self.share(body, dp, q)
+            dq = self.issue_dq(body, q)
+            mma_sm90.gemm(x.by_k, f.dk, f.ds_rows, f.q[None, None, None, q.index], clear=False)
+            warpgroup.wait_group(2)
+            do.release()
+            warpgroup.wait_group(1)
+            self.add_dq(body, dq, block)
+            warpgroup.wait_group(0)
+            q.release()
+        return rings
+
+    def issue_scores(self, body: Sweep, a: cute.Tensor, b: cute.Tensor, slot: Any) -> cute.Tensor:
+        """Issue K Q^T or V dO^T of ``slot`` into a new accumulator; does not wait."""
+        x, c = body.x, self.config
+        acc = cute.make_rmem_tensor(x.scores.partition_shape_C((c.tile_kv, c.tile_q)), Float32)
+        a_stage, b_stage = a[None, None, None, 0], b[None, None, None, slot.index]
+        mma_sm90.gemm(x.scores, acc, a_stage, b_stage, clear=True)
+        return acc
+
+    def exponentiate(self, body: Sweep, s: cute.Tensor, slot: Any) -> None:
+        """S (2, columns) becomes P in place."""
+        shift = self.by_column(body, body.buffers.shift, slot)
+        for r in range(mma_sm90.FRAGMENT_ROWS):
+            for i in range(cute.size(s, mode=[1])):
+                s[r, i] = softmax.exp2(cute.math.fma(s[r, i], body.c, shift[i]))
+
+    def differentiate(self, body: Sweep, p: cute.Tensor, dp: cute.Tensor, slot: Any) -> None:
+        """dP (2, columns) becomes dS in place: the gradient of scale K Q^T."""
+        delta = self.by_column(body, body.buffers.delta, slot)
+        for r in range(mma_sm90.FRAGMENT_ROWS):
+            for i in range(cute.size(p, mode=[1])):
+                dp[r, i] = p[r, i] * (dp[r, i] - delta[i])
+
+    def by_column(self, body: Sweep, rows: cute.Tensor, slot: Any) -> cute.Tensor:
+        """The thread's columns of the slot's ``rows`` (tile_q, stages), in registers (columns,)."""
+        pairs = cute.make_layout((2, 4, self.config.tile_q // 8), stride=(1, 2, 8))
+        own = cute.make_tensor(rows[None, slot.index].iterator, pairs)
+        mine = own[None, body.work.thread % 4, None]
+        r = cute.make_rmem_tensor(mine.shape, Float32)
+        cute.autovec_copy(mine, r)
+        return cute.make_tensor(r.iterator, cute.make_layout(self.config.tile_q // 4))
+
+    def share(self, body: Sweep, ds: cute.Tensor, slot: Any) -> None:
+        """Write dS^T, rounded, to the slot's (tile_q, tile_kv), and wait for all consumers'."""
+        x, f = body.x, body.f
+        store = mma_sm90.transposing_store(x.scores, self.dtype)
+        mine = store.get_slice(body.work.warpgroup * WARPGROUP + body.work.thread)
+        target = mine.partition_D(mma_sm90.transposed(body.buffers.ds))
+        rounded = cute.make_tensor(f.ds_rows.iterator, ds.layout)
+        cute.copy(store, store.retile(rounded), target[None, None, None, slot.index])
+        cute.arch.fence_proxy("async.shared", space="cta")
+        threads = WARPGROUP * self.config.consumers
+        cute.arch.barrier(barrier_id=DS_READY, number_of_threads=threads)
+
+    def issue_dq(self, body: Sweep, slot: Any) -> cute.Tensor:
+        """Issue this warpgroup's part of dS K into a new accumulator; does not wait."""
+        x, f = body.x, body.f
+        shape = x.dq.partition_shape_C((self.config.tile_q, self.plan.width))
+        dq = cute.make_rmem_tensor(shape, Float32)
+        ds, k = f.ds[None, None, None, slot.index], f.k[None, None, None, 0]
+        mma_sm90.gemm(x.dq, dq, ds, k, clear=True)
+        return dq
+
+    def add_dq(self, body: Sweep, dq: cute.Tensor, block: Int32) -> None:
+        """Add the accumulator to the block's sums, vector by vector."""
+        count = cute.size(dq) // vectors.FLOATS
+        sums = body.x.io.sums[body.work.place.batch, body.head, 0, None]
+        first = Int64(block * self.config.consumers + body.work.warpgroup) * (count * WARPGROUP)
+        for j in range(count):
+            target = vectors.vector_of(sums, first + (j * WARPGROUP + body.work.thread))
+            vectors.add_to(target, [dq[vectors.FLOATS * j + k] for k in range(vectors.FLOATS)])
+
+    def fragments(self, x: Operands, buffers: Buffers, group: Int32) -> Fragments:
+        """Descriptors and registers of this warpgroup."""
+        c, plan, first = self.config, self.plan, group * WARPGROUP
+        scores, by_v, by_k, dq = (mma.get_slice(first) for mma in (x.scores, x.by_v, x.by_k, x.dq))
+        turned = {name: mma_sm90.transposed(getattr(buffers, name)) for name in ("k", "q", "do")}
+        tile = (c.tile_kv, c.tile_q)
+        of_dk = x.by_k.partition_shape_C((c.tile_kv, plan.width))
+        of_dv = x.by_v.partition_shape_C((c.tile_kv, plan.width_v))
+        return Fragments(
+            k_rows=scores.make_fragment_A(scores.partition_A(buffers.k)),
+            v_rows=scores.make_fragment_A(scores.partition_A(buffers.v)),
+            q_columns=scores.make_fragment_B(scores.partition_B(buffers.q)),
+            do_columns=scores.make_fragment_B(scores.partition_B(buffers.do)),
+            p=by_v.make_fragment_A(x.by_v.partition_shape_A(tile)),
+            do=by_v.make_fragment_B(by_v.partition_B(turned["do"])),
+            ds_rows=by_k.make_fragment_A(x.by_k.partition_shape_A(tile)),
+            q=by_k.make_fragment_B(by_k.partition_B(turned["q"])),
+            ds=dq.make_fragment_A(dq.partition_A(buffers.ds)),
+            k=dq.make_fragment_B(dq.partition_B(turned["k"])),
+            dk=cute.make_rmem_tensor(of_dk, Float32),
+            dv=cute.make_rmem_tensor(of_dv, Float32),
+        )
+
+    def store(self, x: Operands, work: Work, f: Fragments) -> None:
+        """Round dK, times the scale, and dV, and write them; keys past the last are not written."""
+        place, rows = work.place, x.bounds.seqlen_k
+        for i in range(cute.size(f.dk)):
+            f.dk[i] = f.dk[i] * x.scale
+        for acc, target in ((f.dk, x.io.dk), (f.dv, x.io.dv)):
+            rounded = cute.make_rmem_tensor(acc.layout, self.dtype)
+            mma_sm90.convert(acc, rounded)
+            epilogue.store_rows(
+                rounded, target[place.batch, None, place.head, None], work.key, rows
+            )

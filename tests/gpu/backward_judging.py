@@ -1,0 +1,172 @@
+"""The backward's tolerance rule: twice torch's own error in the same dtype, plus one ulp.
+
+Torch's own error is that of autograd through SDPA; where SDPA cannot (a window, lse's gradient,
+unequal lengths under causal), through the eager formula in that dtype. Both against fp64 autograd
+of the formula.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from fa_cute import api
+from fa_cute.host import backward as host
+from fa_cute.host.planning import NO_MODS
+from fa_cute.plan import Extra
+
+DEVICE = torch.device("cuda")
+NAMES = ("dq", "dk", "dv")
+
+
+class Case(NamedTuple):
+    """One call and what its loss gives: ``lse`` whether the loss reads lse too."""
+
+    dims: tuple[int, int] = (128, 128)
+    lengths: tuple[int, int] = (300, 300)
+    heads: tuple[int, int] = (2, 2)
+    batch: int = 2
+    dtype: torch.dtype = torch.bfloat16
+    causal: bool = False
+    window: tuple[int | None, int | None] | None = None
+    scale: float | None = None
+    kind: str = "normal"
+    lse: bool = False
+    deterministic: bool = False
+
+
+class Tensors(NamedTuple):
+    """q, k, v ``(B, S, H, ·)``, dout like out, dlse ``(B, Hq, Sq)`` or None."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    dout: torch.Tensor
+    dlse: torch.Tensor | None
+
+
+def tensors(case: Case) -> Tensors:
+    """Inputs of the case's kind; dout is always normal with outliers."""
+    generator = torch.Generator(DEVICE).manual_seed(1000 * case.lengths[0] + case.lengths[1])
+
+    def draw(length: int, heads: int, width: int, kind: str) -> torch.Tensor:
+        shape = (case.batch, length, heads, width)
+        if kind == "constant":
+            return torch.full(shape, 0.75, device=DEVICE, dtype=case.dtype)
+        x = torch.randn(shape, generator=generator, device=DEVICE)
+        if kind == "outliers":
+            far = torch.rand(shape, generator=generator, device=DEVICE) < 0.01
+            x = torch.where(far, 20 * x, x)
+        return x.to(case.dtype)
+
+    (seqlen_q, seqlen_k), (d, dv), (hq, hk) = case.lengths, case.dims, case.heads
+    q, k = draw(seqlen_q, hq, d, case.kind), draw(seqlen_k, hk, d, case.kind)
+    v, dout = draw(seqlen_k, hk, dv, case.kind), draw(seqlen_q, hq, dv, "outliers")
+    dlse = None
+    if case.lse:
+        shape = (case.batch, hq, seqlen_q)
+        dlse = torch.randn(shape, generator=generator, device=DEVICE)
+    return Tensors(q, k, v, dout, dlse)
+
+
+def gradients(case: Case, x: Tensors) -> tuple[torch.Tensor, ...]:
+    """(dq, dk, dv) of the kernels."""
+    options = api.Options(case.causal, case.window, case.scale, True, case.deterministic)
+    with torch.no_grad():
+        prepared = api.lookup((x.q, x.k, x.v), NO_MODS, options)
+        out, lse = api.on_gpu(prepared, (x.q, x.k, x.v), NO_MODS, None)
+    plans = host.plans_of(
+        prepared.kernel.plan, deterministic=case.deterministic, lse_gradient=x.dlse is not None
+    )
+    saved = host.Saved(x.q, x.k, x.v, out, lse)
+    poison()
+    found = host.backward(
+        prepared.problem, plans, saved, (x.dout, x.dlse), Extra(), prepared.launch
+    )
+    return found[:3]
+
+
+def poison() -> None:
+    """Leave NaN in the allocator's free blocks, where workspaces will be."""
+    blocks = [torch.full((1 << n,), math.nan, device=DEVICE) for n in range(9, 25)]
+    del blocks
+
+
+def formula(case: Case, x: Tensors, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+    """(dq, dk, dv) by autograd of materialised scores in ``dtype``."""
+    q, k, v = (t.detach().to(dtype).requires_grad_() for t in x[:3])
+    ratio = q.shape[2] // k.shape[2]
+    keys, values = (t.repeat_interleave(ratio, 2).transpose(1, 2) for t in (k, v))
+    scale = case.scale or q.shape[3] ** -0.5
+    scores = q.transpose(1, 2) @ keys.transpose(2, 3) * scale
+    hidden = hidden_of(case)
+    if hidden is not None:
+        scores = scores.masked_fill(hidden, -math.inf)
+    blind = (scores == -math.inf).all(-1, keepdim=True)
+    p = scores.masked_fill(blind, 0.0).softmax(-1).masked_fill(blind, 0.0)
+    loss = ((p @ values).transpose(1, 2) * x.dout.to(dtype)).sum()
+    if x.dlse is not None:
+        lse = scores.masked_fill(blind, 0.0).logsumexp(-1)
+        loss = loss + (lse.masked_fill(blind[..., 0], 0.0) * x.dlse.to(dtype)).sum()
+    return torch.autograd.grad(loss, (q, k, v))
+
+
+def hidden_of(case: Case) -> torch.Tensor | None:
+    """``(Sq, Sk)``, True where causal or the window hides a key; None where nothing does."""
+    left, right = (None if b == -1 else b for b in case.window or (None, None))
+    right = 0 if case.causal else right
+    if left is None and right is None:
+        return None
+    seqlen_q, seqlen_k = case.lengths
+    diagonal = torch.arange(seqlen_q, device=DEVICE)[:, None] + seqlen_k - seqlen_q
+    ahead = torch.arange(seqlen_k, device=DEVICE)[None, :] - diagonal
+    hidden = torch.zeros_like(ahead, dtype=torch.bool)
+    if left is not None:
+        hidden |= ahead < -left
+    if right is not None:
+        hidden |= ahead > right
+    return hidden
+
+
+def torch_gradients(case: Case, x: Tensors) -> tuple[torch.Tensor, ...]:
+    """What torch makes of it in the case's dtype."""
+    square = case.lengths[0] == case.lengths[1] or not case.causal
+    if case.window is not None or case.lse or not square:
+        return formula(case, x, case.dtype)
+    q, k, v = (t.detach().clone().requires_grad_() for t in x[:3])
+    out = F.scaled_dot_product_attention(
+        *(t.transpose(1, 2) for t in (q, k, v)),
+        is_causal=case.causal,
+        scale=case.scale,
+        enable_gqa=case.heads[0] != case.heads[1],
+    )
+    return torch.autograd.grad(out, (q, k, v), x.dout.transpose(1, 2).contiguous())
+
+
+def judge(case: Case, x: Tensors, found: tuple[torch.Tensor, ...]) -> dict[str, Any]:
+    """Hold gradients against the oracle; the errors, or AssertionError with the figures."""
+    right, own = formula(case, x, torch.float64), torch_gradients(case, x)
+    figures, faults = {}, []
+    for name, a, b, c in zip(NAMES, found, right, own, strict=True):
+        assert a.shape == b.shape and a.dtype == case.dtype and b.isfinite().all()
+        error, theirs = (a.double() - b).abs(), (c.double() - b).abs().max()
+        ulp = torch.finfo(case.dtype).eps * b.abs().max()
+        figures[name] = (float(error.max()), float(theirs), float(b.abs().max()))
+        rms, own_rms = (t.square().mean().sqrt() for t in (error, (c.double() - b).abs()))
+        within = (error <= 2 * theirs + ulp).all() and rms <= 2 * own_rms + ulp * 2**-4
+        if not within:
+            faults.append(
+                f"{name}: error {error.max():.3g}, rms {rms:.3g}; torch's {theirs:.3g}, "
+                f"rms {own_rms:.3g}; largest {b.abs().max():.3g}"
+            )
+    assert not faults, f"{case}: {'; '.join(faults)}"
+    return figures
+
+
+def check(case: Case) -> dict[str, Any]:
+    """Run the case and judge it."""
+    x = tensors(case)
+    return judge(case, x, gradients(case, x))
