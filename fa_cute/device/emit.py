@@ -94,6 +94,13 @@ def constant(number: float | int | bool, kind: str) -> Value:
     return constant_of((int(number) + 2**31) % 2**32 - 2**31, integer(32), None)
 
 
+def constant_lanes(numbers: Sequence[int]) -> Value:
+    """A vector of int32 constants."""
+    kind = ir.VectorType.get([len(numbers)], integer(32))
+    attributes = [_attribute(number, integer(32)) for number in numbers]
+    return arith.constant(kind, ir.DenseElementsAttr.get(attributes, kind))
+
+
 def ramp(start: Value, offsets: Sequence[int]) -> Value:
     """The vector ``start + offsets[i]`` of a scalar int32 or float32."""
     element, lanes = start.type, len(offsets)

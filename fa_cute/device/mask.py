@@ -6,13 +6,23 @@ own ``2 (t % 4)`` both are one register a row, and each element compares a const
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Int32
+from cutlass._mlir.dialects import arith
 
-from fa_cute.device.mma_sm90 import FRAGMENT_ROWS, column_of
+from fa_cute.device import emit
+from fa_cute.device.mma_sm90 import (
+    FRAGMENT_ROWS,
+    PIECE_COLUMNS,
+    by_row,
+    column_of,
+    pieces_of,
+    store,
+)
 from fa_cute.spans import Bounds
 
 
@@ -61,13 +71,12 @@ def limits_of_keys(bounds: Bounds, key: Int32, quad_column: Int32) -> Limits:
 
 def apply(s: cute.Tensor, limit: Limits, kv_first: Int32) -> None:
     """Write -inf into ``s`` (2, columns) at columns ``kv_first + ...`` outside the rows' limits."""
-    hidden = -Float32.inf
-    for r in range(FRAGMENT_ROWS):
-        high = limit.high[r] - kv_first
-        low = None if limit.low is None else limit.low[r] - kv_first
-        for i in range(cute.size(s, mode=[1])):
-            column = column_of(i)
-            seen = column < high
-            if low is not None:
-                seen = seen & (column >= low)
-            s[r, i] = cutlass.select_(seen, s[r, i], hidden)
+    high = by_row([bound - kv_first for bound in limit.high])
+    low = None if limit.low is None else by_row([bound - kv_first for bound in limit.low])
+    for at, piece in enumerate(pieces_of(s)):
+        scores = piece.load().ir_value()
+        columns = emit.constant_lanes([column_of(4 * at + c) for c in PIECE_COLUMNS])
+        seen = emit.compare("lt", columns, high)
+        if low is not None:
+            seen = arith.andi(seen, emit.compare("le", low, columns))
+        store(piece, arith.select(seen, scores, emit.like(scores, -math.inf)))

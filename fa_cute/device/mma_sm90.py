@@ -13,14 +13,17 @@ from typing import Any
 import cutlass
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as hopper
-from cutlass import Float32
+from cutlass import Float32, Numeric
 from cutlass.cute.nvgpu import OperandMajorMode, warp, warpgroup
 from cutlass.tensor_utils import LayoutEnum
 
+from fa_cute.device import emit
 from fa_cute.device.fragment import Fragment
 
 ROWS = 64  # rows of one wgmma
 FRAGMENT_ROWS = 2  # rows a thread owns
+PIECE = 8  # values of a fragment that are worked on at a time: two rows of four columns
+PIECE_COLUMNS = (0, 1, 0, 1, 2, 3, 2, 3)  # the fragment column of each, from the piece's first on
 
 
 def smem_layout(
@@ -113,17 +116,32 @@ def column_of(c: int) -> int:
     return 8 * (c // 2) + c % 2
 
 
-def convert(source: cute.Tensor, target: cute.Tensor) -> None:
-    """Round the fp32 fragment ``source`` into ``target``, value by value in the same order.
+def pieces_of(fragment: cute.Tensor) -> list[cute.Tensor]:
+    """An accumulator, or its view as rows and columns, in pieces of 8 contiguous values.
 
-    In pieces of one k16 step (8 values): a vector of 88 is legalised into halves and repacked,
-    which costs 45 PRMT a block and serialises the wgmmas that read it (128 x 176 tiles).
+    Work on pieces traces and compiles an
+    order faster than on elements. Longer vectors cost: one of 88 is legalised into halves and
+    repacked, 45 PRMT a block in P's conversion, which serialises the wgmmas that read it.
     """
-    piece = 8
-    for start in range(0, cute.size(source), piece):
-        layout = cute.make_layout(piece)
-        fp32 = cute.make_tensor(source.iterator + start, layout)
-        rounded = cute.make_tensor(target.iterator + start, layout)
+    layout = cute.make_layout(PIECE)
+    starts = range(0, cute.size(fragment), PIECE)
+    return [cute.make_tensor(fragment.iterator + start, layout) for start in starts]
+
+
+def by_row(values: list[Numeric]) -> Any:
+    """The vector that holds ``values[r]`` wherever a piece has row r."""
+    rows = [value.ir_value() for value in values for _ in range(2)]
+    return emit.gathered(rows * (PIECE // len(rows)), PIECE)
+
+
+def store(piece: cute.Tensor, vector: Any) -> None:
+    """Write a vector of the compiler's into a piece."""
+    piece.store(cute.TensorSSA(vector, piece.shape, piece.element_type))
+
+
+def convert(source: cute.Tensor, target: cute.Tensor) -> None:
+    """Round the fp32 fragment ``source`` into ``target``, value by value in the same order."""
+    for fp32, rounded in zip(pieces_of(source), pieces_of(target), strict=True):
         rounded.store(fp32.load().to(target.element_type))
 
 

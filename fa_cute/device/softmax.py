@@ -16,18 +16,21 @@ Per row, with c = scale x log2 e (log2 e alone after a score_mod), over the bloc
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32
+from cutlass._mlir.dialects import arith, llvm
+from cutlass._mlir.dialects import math as math_dialect
 
-from fa_cute.device.mma_sm90 import FRAGMENT_ROWS
+from fa_cute.device import emit
+from fa_cute.device.mma_sm90 import FRAGMENT_ROWS, by_row, pieces_of, store
 
 LOG2_E = math.log2(math.e)
 LN_2 = math.log(2.0)
-CHAINS = 4  # independent maxima and sums a row: the latency of one chain of 32 would show
 
 
 def exp2(x: Float32) -> Float32:
@@ -44,17 +47,21 @@ class RowState:
         self.scale = cute.make_rmem_tensor(FRAGMENT_ROWS, Float32)
 
 
-def _reduce(values: list, combine: Any) -> Any:
-    chains = values[:CHAINS]
-    for i, value in enumerate(values[CHAINS:]):
-        chains[i % CHAINS] = combine(chains[i % CHAINS], value)
-    while len(chains) > 1:
-        half = [combine(a, b) for a, b in zip(chains[::2], chains[1::2])]
-        chains = half + chains[len(half) * 2 :]
-    return chains[0]
+def _reduce(values: list, combine: Any) -> list[Float32]:
+    """The thread's part of each row's reduction, from pieces ``(8,)`` in the fragment's order.
+
+    A piece holds four columns of both rows, so one vector carries four independent chains a row:
+    the latency of one chain of 44 would show.
+    """
+    lanes = emit.lanes_in(functools.reduce(combine, values))
+    return [
+        functools.reduce(combine, map(combine, lanes[2 * r :: 4], lanes[2 * r + 1 :: 4]))
+        for r in range(FRAGMENT_ROWS)
+    ]
 
 
-def _across_quad(value: Float32, combine: Any) -> Float32:
+def _across_quad(value: Any, combine: Any) -> Float32:
+    value = Float32(value)
     for distance in (1, 2):
         value = combine(value, cute.arch.shuffle_sync_bfly(value, offset=distance))
     return value
@@ -69,31 +76,39 @@ def exponentiate(s: cute.Tensor, state: RowState, c: Float32, *, first: bool) ->
 
     Unless it is the ``first`` block, ``state.scale`` is then what O is to be multiplied by.
     """
-    columns = cute.size(s, mode=[1])
+    pieces = pieces_of(s)
+    values = [piece.load().ir_value() for piece in pieces]
+    tops, shifts = _reduce(values, llvm.intr_maxnum), []
     for r in range(FRAGMENT_ROWS):
-        row = [s[r, i] for i in range(columns)]
-        top = _across_quad(_reduce(row, cute.arch.fmax), cute.arch.fmax)
+        top = _across_quad(tops[r], cute.arch.fmax)
         maximum = top if first else cute.arch.fmax(state.maximum[r], top)
         shift = cutlass.select_(maximum == -Float32.inf, Float32(0.0), -maximum * c)
         if not first:
             state.scale[r] = exp2(cute.math.fma(state.maximum[r], c, shift))
         state.maximum[r] = maximum
-        for i in range(columns):
-            s[r, i] = exp2(cute.math.fma(row[i], c, shift))
+        shifts.append(shift)
+    shift, factor = by_row(shifts), by_row([c, c])
+    for piece, value in zip(pieces, values, strict=True):
+        exponent = math_dialect.fma(value, factor, shift)
+        store(piece, math_dialect.exp2(exponent, fastmath=arith.FastMathFlags.fast))
 
 
 def add_up(s: cute.Tensor, state: RowState, *, first: bool) -> None:
     """Take P ``(2, columns)`` into the sums. Last in a block: nothing waits for it."""
-    for r in range(FRAGMENT_ROWS):
-        total = _reduce([s[r, i] for i in range(cute.size(s, mode=[1]))], _add)
+    totals = _reduce([piece.load().ir_value() for piece in pieces_of(s)], arith.addf)
+    for r, total in enumerate(map(Float32, totals)):
         state.sum[r] = total if first else cute.math.fma(state.sum[r], state.scale[r], total)
 
 
 def rescale(o: cute.Tensor, state: RowState) -> None:
     """Multiply the rows of O ``(2, Dv / 4)`` by ``state.scale``."""
-    for r in range(FRAGMENT_ROWS):
-        for i in range(cute.size(o, mode=[1])):
-            o[r, i] = o[r, i] * state.scale[r]
+    _multiply(o, [state.scale[r] for r in range(FRAGMENT_ROWS)])
+
+
+def _multiply(o: cute.Tensor, factors: list[Float32]) -> None:
+    by = by_row(factors)
+    for piece in pieces_of(o):
+        store(piece, arith.mulf(piece.load().ir_value(), by))
 
 
 def finish(o: cute.Tensor, state: RowState, c: Float32, sink: Float32 | None) -> list[Float32]:
@@ -101,7 +116,7 @@ def finish(o: cute.Tensor, state: RowState, c: Float32, sink: Float32 | None) ->
 
     A ``sink`` is one more score of each row, without a value: it joins the maximum and the sum.
     """
-    logs = []
+    logs, inverses = [], []
     for r in range(FRAGMENT_ROWS):
         total, top = _across_quad(state.sum[r], _add), state.maximum[r] * (c * LN_2)
         factor = Float32(1.0)
@@ -109,11 +124,11 @@ def finish(o: cute.Tensor, state: RowState, c: Float32, sink: Float32 | None) ->
             top, factor, share = _join(top, sink)
             total = cute.math.fma(total, factor, share)
         empty = total == 0.0
-        inverse = cutlass.select_(empty, Float32(0.0), factor * cute.arch.rcp_approx(total))
-        for i in range(cute.size(o, mode=[1])):
-            o[r, i] = o[r, i] * inverse
+        inverse = factor * cute.arch.rcp_approx(total)
+        inverses.append(cutlass.select_(empty, Float32(0.0), inverse))
         lse = top + cute.math.log2(total, fastmath=True) * LN_2
         logs.append(cutlass.select_(empty, -Float32.inf, lse))
+    _multiply(o, inverses)
     return logs
 
 

@@ -235,20 +235,23 @@ def build(plan: Plan, scratch: Path) -> Built:
 
 def _compile(plan: Plan, scratch: Path) -> tuple[Any, str]:
     import cutlass.cute as cute
+    from cutlass.base_dsl import compiler
     from cutlass.cute.runtime import make_fake_stream
 
     remarks = scratch / "remarks.yaml"
-    options = " ".join(
-        (
-            "--enable-tvm-ffi",
-            f"--gpu-arch {target.arch_of(plan.target)}",
-            f"--remark-filter ptxas --remark-output {remarks}",
-        )
+    # ptxas's report by hand: --remark-filter asks for the same, and for the source line of each
+    # operation too, which takes as long again as all the rest of tracing.
+    options = (
+        compiler.EnableTVMFFI(True),
+        compiler.GPUArch(target.arch_of(plan.target)),
+        compiler.PtxasOptions("-v"),
+        compiler.ExtraCompilerOpts("diagnostic=ptx"),
+        compiler.RemarkOutput(str(remarks)),
     )
     stream = make_fake_stream(use_tvm_ffi_env_stream=True)
     with _no_tuple_warnings():
-        function = cute.compile(
-            _entry(plan), *_fake_arguments(plan), stream, options=options, no_jit_engine=True
+        function = cute.compile[options](
+            _entry(plan), *_fake_arguments(plan), stream, no_jit_engine=True
         )
     return function, remarks.read_text() if remarks.exists() else ""
 
