@@ -116,7 +116,7 @@ def backward(
     sums = torch.empty((*shape, rows, plans.main.width), dtype=torch.float32, device=q.device)
     turns = None
     if plans.main.deterministic:
-        turns = torch.empty((*shape, blocks), dtype=torch.int32, device=q.device)
+        turns = torch.empty((*shape, blocks * config.consumers), dtype=torch.int32, device=q.device)
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     dout = kernel_ready(dout)
     dlse = None if dlse is None else dlse.float().contiguous()

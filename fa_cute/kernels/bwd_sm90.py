@@ -10,13 +10,21 @@ operands of dV += P^T dO and dK += dS^T Q. Only dS passes through shared memory,
     consumers  [S dP] exp [dV] dS, write | [dQ dK] add dQ ... the next block
                                          every consumer's part of dS is there
 
-Roles and rings are the tables of ``topology`` below; besides them there is named barrier 1, at
-which all consumers meet once a block (dS). dS has a slot for each of Q's: a warpgroup writes it
+Roles and rings are the tables of ``topology`` below; besides them:
+
+    barrier 1        all consumers, once a block: dS is written
+    barriers 2, ...  one consumer warpgroup, before and after it adds dQ, if deterministic
+
+ dS has a slot for each of Q's: a warpgroup writes it
 again only after the barrier of a later block, before which all others have multiplied it.
 
 dQ is added to fp32 sums in the order of the accumulator (``kernels/bwd_postprocess.py`` has it), 16
 bytes a thread and reduction. Query heads of a key head follow each other in the same CTA, so dK
-and dV are sums in registers, always of the same order.
+and dV are sums in registers, always of the same order. Deterministic: a block of queries counts
+the tiles of keys that have added to it, and each waits for its turn, lowest keys first. A tile
+waits for tiles of lower keys alone, whose CTAs come before it in the grid and so already run: none
+waits for ever. Blocks are visited from the last to the first, so that under a causal bound tile n
+is at each block one step, not two, behind tile n - 1.
 """
 
 from __future__ import annotations
@@ -29,14 +37,15 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import cpasync, warpgroup
 
-from fa_cute.device import epilogue, mask, mma_sm90, softmax, vectors
+from fa_cute.device import epilogue, mask, mma_sm90, softmax, turns, vectors
 from fa_cute.device.operand import Reuse, TmaOperand, loader, row_loader, tma_operand
 from fa_cute.device.scheduler import Place, Tiles, section_of
 from fa_cute.device.topology import WARPGROUP, RingSpec, Role, Topology
 from fa_cute.plan import BwdIo, Extra, Launch, Plan
-from fa_cute.spans import Arithmetic, Bounds, QSpans, q_spans
+from fa_cute.spans import Arithmetic, Bounds, QSpans, q_spans, visible
 
 DTYPES = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16}
+ARITHMETIC = Arithmetic(cutlass.min, cutlass.max)
 DS_READY = 1  # the named barrier of the consumers; 0 is the CTA's own
 
 
@@ -143,7 +152,7 @@ class BwdSm90:
         self.plan, self.config = plan, plan.config
         self.topology = topology(plan)
         self.dtype = DTYPES[plan.dtype]
-        self.cut = plan.causal or any(plan.window)
+        self.cut = plan.causal or any(plan.window) or plan.deterministic
 
     @cute.jit
     def __call__(self, io: BwdIo, extra: Extra, launch: Launch, stream):
@@ -247,9 +256,9 @@ class BwdSm90:
 
     def spans(self, x: Operands, place: Place) -> QSpans:
         """The blocks of queries of a tile: the same for the producer and for every consumer."""
-        c, arithmetic = self.config, Arithmetic(cutlass.min, cutlass.max)
+        c = self.config
         first = place.block * c.tile_kv
-        return q_spans(x.bounds, first, first + c.tile_kv, c.tile_q, arithmetic)
+        return q_spans(x.bounds, first, first + c.tile_kv, c.tile_q, ARITHMETIC)
 
     @cute.jit
     def load(self, x: Operands, rings, buffers: Buffers, place: Place):
@@ -268,11 +277,11 @@ class BwdSm90:
             load_delta = row_loader(x.io.delta[place.batch, head, None], buffers.delta)
             for j in cutlass.range(spans.end - spans.begin, unroll=1):
                 with rings.q.fill() as q:
-                    load_q(spans.begin + j, q)
-                    load_shift(spans.begin + j, q)
+                    load_q(spans.end - 1 - j, q)
+                    load_shift(spans.end - 1 - j, q)
                 with rings.do.fill() as do:
-                    load_do(spans.begin + j, do)
-                    load_delta(spans.begin + j, do)
+                    load_do(spans.end - 1 - j, do)
+                    load_delta(spans.end - 1 - j, do)
 
     @cute.jit
     def math(self, x: Operands, rings, buffers: Buffers, place: Place):
@@ -290,20 +299,20 @@ class BwdSm90:
         for i in cutlass.range(self.plan.gqa_ratio, unroll=1):
             head = place.head * self.plan.gqa_ratio + i
             body = Sweep(x, buffers, f, limit, work, head, c)
-            rings = self.sweep(body, rings, spans.begin, spans.middle_begin, True)
-            rings = self.sweep(body, rings, spans.middle_begin, spans.middle_end, False)
             if const_expr(x.bounds.left is not None):
                 rings = self.sweep(body, rings, spans.middle_end, spans.end, True)
+            rings = self.sweep(body, rings, spans.middle_begin, spans.middle_end, False)
+            rings = self.sweep(body, rings, spans.begin, spans.middle_begin, True)
         k.release()
         v.release()
         self.store(x, work, f)
 
     @cute.jit
     def sweep(self, body: Sweep, rings, begin: Int32, end: Int32, edge: cutlass.Constexpr):
-        """Blocks of queries ``begin`` up to ``end - 1``."""
+        """Blocks of queries ``end - 1`` down to ``begin``."""
         x, f = body.x, body.f
         for i in cutlass.range(end - begin, unroll=1):
-            block = begin + i
+            block = end - 1 - i
             q = rings.q.take()
             s = self.issue_scores(body, f.k_rows, f.q_columns, q)
             do = rings.do.take()
@@ -324,7 +333,9 @@ class BwdSm90:
             warpgroup.wait_group(2)
             do.release()
             warpgroup.wait_group(1)
+            self.wait_for_turn(body, block)
             self.add_dq(body, dq, block)
+            self.pass_turn(body, block)
             warpgroup.wait_group(0)
             q.release()
         return rings
@@ -380,6 +391,38 @@ class BwdSm90:
         ds, k = f.ds[None, None, None, slot.index], f.k[None, None, None, 0]
         mma_sm90.gemm(x.dq, dq, ds, k, clear=True)
         return dq
+
+    @cute.jit
+    def wait_for_turn(self, body: Sweep, block: Int32):
+        """Deterministic: wait until the tiles of keys before this one have added to the block."""
+        if const_expr(self.plan.deterministic):
+            bounds, c, first = body.x.bounds, self.config, Int32(0)
+            if const_expr(bounds.left is not None):
+                keys, _ = visible(bounds, block * c.tile_q, (block + 1) * c.tile_q, ARITHMETIC)
+                first = cutlass.max(keys, Int32(0)) // c.tile_kv
+            turn = body.work.place.block - first
+            if body.work.thread == 0:
+                turns.wait(self.turn_of(body, block), turn)
+            self.meet(body)
+
+    @cute.jit
+    def pass_turn(self, body: Sweep, block: Int32):
+        """Deterministic: let the next tile of keys add to the block."""
+        if const_expr(self.plan.deterministic):
+            cute.arch.fence_acq_rel_gpu()
+            self.meet(body)
+            if body.work.thread == 0:
+                turns.give(self.turn_of(body, block))
+
+    def meet(self, body: Sweep) -> None:
+        """The barrier of one warpgroup."""
+        barrier = DS_READY + 1 + body.work.warpgroup
+        cute.arch.barrier(barrier_id=barrier, number_of_threads=WARPGROUP)
+
+    def turn_of(self, body: Sweep, block: Int32) -> cute.Pointer:
+        """Where the turn of this warpgroup's part of the block is."""
+        rows = body.x.io.turns[body.work.place.batch, body.head, None]
+        return rows.iterator + (block * self.config.consumers + body.work.warpgroup)
 
     def add_dq(self, body: Sweep, dq: cute.Tensor, block: Int32) -> None:
         """Add the accumulator to the block's sums, vector by vector."""
