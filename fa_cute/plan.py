@@ -43,8 +43,10 @@ class FwdConfig:
 class BwdConfig:
     """One row of a backward config table (``host/configs.py``).
 
-    ``tile_kv`` keys a CTA, 64 of them a consumer warpgroup; ``tile_q`` queries a block; ``stages``
-    slots in each of the Q and the dO ring and of dS; registers a thread, as in ``FwdConfig``.
+    ``tile_kv`` keys a CTA; ``tile_q`` queries a block; ``stages`` slots in each of the Q and the dO
+    ring and of dS; registers a thread, as in ``FwdConfig``. Each of the ``consumers`` warpgroups
+    has 64 keys of its own, or, ``wide``, all have the same 64: they part the queries of S and the
+    columns of dK and dV, so that head dims whose dK and dV pass the registers of one fit.
     """
 
     tile_q: int
@@ -52,11 +54,17 @@ class BwdConfig:
     stages: int
     producer_registers: int
     consumer_registers: int
+    wide: bool = False
 
     @property
     def consumers(self) -> int:
         """Consumer warpgroups a CTA."""
-        return self.tile_kv // 64
+        return 2 if self.wide else self.tile_kv // 64
+
+    @property
+    def own_queries(self) -> int:
+        """Columns of S^T that one warpgroup has."""
+        return self.tile_q // self.consumers if self.wide else self.tile_q
 
     @property
     def rows_parted(self) -> bool:
@@ -95,12 +103,17 @@ class Plan:
     @property
     def width(self) -> int:
         """Columns of Q and K in shared memory: head_dim, padded there with zeros."""
-        return padded(self.head_dim)
+        return padded(self.head_dim, self._step)
 
     @property
     def width_v(self) -> int:
         """Columns of V in shared memory and of O in registers: head_dim_v, padded with zeros."""
-        return padded(self.head_dim_v)
+        return padded(self.head_dim_v, self._step)
+
+    @property
+    def _step(self) -> int:
+        """A row's swizzle atom and a quad's vectors of O, for each part of a row."""
+        return 64 if getattr(self.config, "wide", False) else 32
 
     def parts(self) -> dict[str, str]:
         """The named parts of the identity, as text that is stable across processes and machines."""
@@ -113,9 +126,9 @@ class Plan:
         return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
-def padded(head_dim: int) -> int:
-    """A head dim up to the next multiple of 32: a row's swizzle atom, and a quad's vectors of O."""
-    return -(-head_dim // 32) * 32
+def padded(head_dim: int, step: int = 32) -> int:
+    """A head dim up to the next multiple of ``step``."""
+    return -(-head_dim // step) * step
 
 
 def _text(value: Any) -> str:

@@ -39,23 +39,37 @@ def transpose_quad(words: list[Uint32], lane: Int32) -> list[Uint32]:
     return words
 
 
-def vectors_of(block: int, lane: int | Int32, columns: int) -> tuple[int | Int32, Any]:
+def vectors_of(
+    block: int,
+    lane: int | Int32,
+    columns: int,
+    part: tuple | None = None,
+    width: int = 0,
+) -> tuple[int | Int32, Any]:
     """The first column of ``lane``'s vector of a row's 32-column ``block``; whether it is real.
 
     Columns from ``columns`` on are padding. Their number is a multiple of 8, so a vector is real or
-    padding as a whole. Blocks without padding give True: no instruction.
+    padding as a whole. Blocks without padding give True: no instruction. ``part``: (number, count)
+    of the parts of ``width`` columns of a row.
     """
     first = block * BLOCK_COLUMNS + lane * VECTOR_COLUMNS
+    if part is not None:
+        number, count = part
+        first = first + number * width
+        return first, True if count * width <= columns else first < columns
     whole = (block + 1) * BLOCK_COLUMNS <= columns
     return first, True if whole else first < columns
 
 
 @cute.jit
-def store_rows(o: cute.Tensor, g_out: cute.Tensor, row: Int32, rows: Int32) -> None:
+def store_rows(
+    o: cute.Tensor, g_out: cute.Tensor, row: Int32, rows: Int32, part: tuple | None = None
+) -> None:
     """Write the accumulator ``o``, in the output's dtype, to ``row`` and ``row + 8`` of (Sq, Dv).
 
     ``o`` keeps the accumulator's value order (pair, row, group of 8 columns); ``rows`` is Sq. It is
-    as wide as Dv padded to 32: its columns past Dv are not written.
+    as wide as Dv padded to 32: its columns past Dv are not written. ``part``: ``o`` is a part of
+    that width, (its number, how many there are).
     """
     lane = cute.arch.lane_idx() % QUAD
     pairs = cute.size(o) // (2 * FRAGMENT_ROWS)
@@ -70,7 +84,7 @@ def store_rows(o: cute.Tensor, g_out: cute.Tensor, row: Int32, rows: Int32) -> N
         if position < rows:
             g_row = g_out[position, None]
             for block in cutlass.range_constexpr(pairs // QUAD):
-                first, real = vectors_of(block, lane, cute.size(g_row))
+                first, real = vectors_of(block, lane, cute.size(g_row), part, 8 * pairs)
                 if const_expr(real is True):
                     _store_vector(vectors[block], g_row, first)
                 elif real:

@@ -60,18 +60,22 @@ def make_mma(dtype: type, warpgroups: int, columns: int, *, p_times_v: bool) -> 
     )
 
 
-def make_shared_mma(dtype: type, warpgroups: int, columns: int, *, by_rows: bool) -> cute.TiledMma:
-    """dQ = dS K from shared memory (dS K-major, K MN-major), parted by rows or by columns.
+def make_shared_mma(
+    dtype: type, parts: tuple[int, int], columns: int, *, a_turned: bool, b_turned: bool
+) -> cute.TiledMma:
+    """A product from shared memory; warpgroups part it in ``parts`` of rows and of columns.
 
-    ``columns``: those of one warpgroup.
+    ``columns``: those of one warpgroup. ``a_turned`` (k, m), ``b_turned`` (k, n): the operand lies
+    transposed in memory, MN-major.
     """
+    majors = (OperandMajorMode.K, OperandMajorMode.MN)
     return hopper.make_trivial_tiled_mma(
         dtype,
         dtype,
-        OperandMajorMode.K,
-        OperandMajorMode.MN,
+        majors[a_turned],
+        majors[b_turned],
         Float32,
-        (warpgroups, 1, 1) if by_rows else (1, warpgroups, 1),
+        (*parts, 1),
         (ROWS, columns),
         warpgroup.OperandSource.SMEM,
     )

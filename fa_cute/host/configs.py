@@ -179,6 +179,20 @@ BWD_SM90: tuple[BwdRow, ...] = (
         BwdConfig(64, 128, 2, 24, 240),
         "not measured; dK and dV are 128 registers, S and dP 64",
     ),
+    BwdRow(
+        (192, 128),
+        None,
+        None,
+        BwdConfig(64, 64, 2, 24, 240, wide=True),
+        "not measured",
+    ),
+    BwdRow(
+        (256, 256),
+        None,
+        None,
+        BwdConfig(64, 64, 2, 24, 240, wide=True),
+        "not measured; 225 KiB",
+    ),
 )
 
 

@@ -29,6 +29,7 @@ is at each block one step, not two, behind tile n - 1.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -70,7 +71,7 @@ def topology(plan: Plan) -> Topology:
 
 class Buffers(NamedTuple):
     """Shared memory: k (tile_kv, D, 1), v (tile_kv, Dv, 1), q (tile_q, D, ·), do (tile_q, Dv, ·),
-    ds (tile_q, tile_kv, ·); shift, delta (tile_q, ·) fp32.
+    ds (tile_q, tile_kv, ·); shift, delta (tile_q, ·) fp32; p like ds, if wide.
     """
 
     k: cute.Tensor
@@ -80,6 +81,7 @@ class Buffers(NamedTuple):
     ds: cute.Tensor
     shift: cute.Tensor
     delta: cute.Tensor
+    p: cute.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -103,19 +105,24 @@ class Operands:
 
 
 class Work(NamedTuple):
-    """A consumer's share of a tile: the tile, its warpgroup, its thread of 128, its first key."""
+    """A consumer's share of a tile: the tile, its warpgroup, its thread of 128, its first key.
+
+    ``column``: the first of its queries, relative to a block's.
+    """
 
     place: Place
     warpgroup: Int32
     thread: Int32
     key: Int32
+    column: Int32
 
 
 class Fragments(NamedTuple):
     """Descriptors (atom, mode, k, stage) and registers.
 
-    ``k_rows``, ``v_rows``, ``q_columns``, ``do_columns``: of S^T and dP^T. ``p``, ``do``: of dV.
-    ``ds_rows``, ``q``: of dK; ``ds_rows`` and ``p`` are registers. ``ds``, ``k``: of dQ.
+    ``k_rows``, ``v_rows``, ``q_columns``, ``do_columns``: of S^T and dP^T. ``do``, ``q``: of dV
+    and dK, whose other operands are the registers ``p`` and ``ds_rows``, or, wide, what those wrote
+    to shared memory, ``p_rows`` and ``ds_turned``. ``ds``, ``k``: of dQ.
     """
 
     k_rows: cute.Tensor
@@ -123,8 +130,10 @@ class Fragments(NamedTuple):
     q_columns: cute.Tensor
     do_columns: cute.Tensor
     p: cute.Tensor
+    p_rows: cute.Tensor | None
     do: cute.Tensor
     ds_rows: cute.Tensor
+    ds_turned: cute.Tensor | None
     q: cute.Tensor
     ds: cute.Tensor
     k: cute.Tensor
@@ -160,9 +169,10 @@ class BwdSm90:
         sizes = (
             (c.tile_kv, plan.width, 1, self.dq_columns()),
             (c.tile_kv, plan.width_v, 1, plan.width_v),
-            (c.tile_q, plan.width, c.stages, plan.width),
-            (c.tile_q, plan.width_v, c.stages, plan.width_v),
+            (c.tile_q, plan.width, c.stages, self.own_columns(plan.width)),
+            (c.tile_q, plan.width_v, c.stages, self.own_columns(plan.width_v)),
             (c.tile_q, c.tile_kv, c.stages, c.tile_kv),
+            *([(c.tile_q, c.tile_kv, c.stages, c.tile_kv)] if c.wide else []),
         )
         layouts = tuple(
             mma_sm90.smem_layout(self.dtype, rows, columns, stages, parts=parts)
@@ -170,7 +180,9 @@ class BwdSm90:
         )
         k, v, q, do = (
             tma_operand(tensor, layout, size[:2])
-            for tensor, layout, size in zip((io.k, io.v, io.q, io.dout), layouts, sizes)
+            for tensor, layout, size in zip(
+                (io.k, io.v, io.q, io.dout), layouts, sizes, strict=False
+            )
         )
         right = Int32(0) if plan.causal else launch.window_right if plan.window[1] else None
         left = launch.window_left if plan.window[0] else None
@@ -180,12 +192,7 @@ class BwdSm90:
             q=q,
             do=do,
             io=io,
-            scores=mma_sm90.make_mma(self.dtype, c.consumers, c.tile_q, p_times_v=False),
-            by_v=mma_sm90.make_mma(self.dtype, c.consumers, plan.width_v, p_times_v=True),
-            by_k=mma_sm90.make_mma(self.dtype, c.consumers, plan.width, p_times_v=True),
-            dq=mma_sm90.make_shared_mma(
-                self.dtype, c.consumers, self.dq_columns(), by_rows=c.rows_parted
-            ),
+            **self.products(),
             layouts=layouts,
             tiles=self.number(io),
             bounds=Bounds(io.q.shape[1], io.k.shape[1], left, right),
@@ -198,6 +205,28 @@ class BwdSm90:
             stream=stream,
             min_blocks_per_mp=1,
         )
+
+    def products(self) -> dict[str, cute.TiledMma]:
+        """The MMAs of S^T and dP^T, dV, dK and dQ."""
+        plan, c = self.plan, self.config
+        columns = (1, c.consumers)
+        by_v, by_k = self.own_columns(plan.width_v), self.own_columns(plan.width)
+        shared = functools.partial(mma_sm90.make_shared_mma, self.dtype)
+        if c.wide:
+            scores = shared(columns, c.own_queries, a_turned=False, b_turned=False)
+            by_v = shared(columns, by_v, a_turned=True, b_turned=True)
+            by_k = shared(columns, by_k, a_turned=True, b_turned=True)
+        else:
+            scores = mma_sm90.make_mma(self.dtype, c.consumers, c.tile_q, p_times_v=False)
+            by_v = mma_sm90.make_mma(self.dtype, c.consumers, by_v, p_times_v=True)
+            by_k = mma_sm90.make_mma(self.dtype, c.consumers, by_k, p_times_v=True)
+        parts = (c.consumers, 1) if c.rows_parted else columns
+        dq = shared(parts, self.dq_columns(), a_turned=False, b_turned=True)
+        return {"scores": scores, "by_v": by_v, "by_k": by_k, "dq": dq}
+
+    def own_columns(self, width: int) -> int:
+        """Columns of dK or dV that a warpgroup has."""
+        return width // self.config.consumers if self.config.wide else width
 
     def dq_columns(self) -> int:
         """Columns of dQ that a warpgroup multiplies."""
@@ -238,7 +267,7 @@ class BwdSm90:
     def allocate(self, x: Operands) -> tuple[Any, Buffers]:
         """Shared memory: the barriers' storage, and the buffers as tensors."""
         c = self.config
-        names = ("k", "v", "q", "do", "ds")
+        names = ("k", "v", "q", "do", "ds", "p") if c.wide else ("k", "v", "q", "do", "ds")
         sizes = {
             name: (self.dtype, cute.cosize(layout))
             for name, layout in zip(names, x.layouts, strict=True)
@@ -250,9 +279,8 @@ class BwdSm90:
             for name, layout in zip(names, x.layouts, strict=True)
         ]
         by_row = cute.make_layout((c.tile_q, c.stages))
-        return storage, Buffers(
-            *tiles, storage.shift.get_tensor(by_row), storage.delta.get_tensor(by_row)
-        )
+        rows = [getattr(storage, name).get_tensor(by_row) for name in ("shift", "delta")]
+        return storage, Buffers(*tiles[:5], *rows, *tiles[5:])
 
     def spans(self, x: Operands, place: Place) -> QSpans:
         """The blocks of queries of a tile: the same for the producer and for every consumer."""
@@ -287,10 +315,15 @@ class BwdSm90:
     def math(self, x: Operands, rings, buffers: Buffers, place: Place):
         thread = cute.arch.thread_idx()[0] % WARPGROUP
         group = cute.arch.make_warp_uniform(cute.arch.warp_idx()) // 4 - 1
-        key = place.block * self.config.tile_kv + group * mma_sm90.ROWS + mma_sm90.row_of(thread)
-        work = Work(place, group, thread, key)
+        key = place.block * self.config.tile_kv + mma_sm90.row_of(thread)
+        column = 2 * (thread % 4)
+        if const_expr(self.config.wide):
+            column = column + group * self.config.own_queries
+        else:
+            key = key + group * mma_sm90.ROWS
+        work = Work(place, group, thread, key, column)
         spans = self.spans(x, place)
-        limit = mask.limits_of_keys(x.bounds, key, 2 * (thread % 4))
+        limit = mask.limits_of_keys(x.bounds, key, column)
         f = self.fragments(x, buffers, group)
         f.dk.fill(0.0)
         f.dv.fill(0.0)
@@ -310,7 +343,7 @@ class BwdSm90:
     @cute.jit
     def sweep(self, body: Sweep, rings, begin: Int32, end: Int32, edge: cutlass.Constexpr):
         """Blocks of queries ``end - 1`` down to ``begin``."""
-        x, f = body.x, body.f
+        f = body.f
         for i in cutlass.range(end - begin, unroll=1):
             block = end - 1 - i
             q = rings.q.take()
@@ -323,13 +356,20 @@ class BwdSm90:
                 mask.apply(s_view, body.limit, block * self.config.tile_q)
             self.exponentiate(body, s_view, q)
             mma_sm90.convert(s, f.p)
-            mma_sm90.gemm(x.by_v, f.dv, f.p, f.do[None, None, None, do.index], clear=False)
-            warpgroup.wait_group(1)
+            if const_expr(self.config.wide):
+                self.write(body, f.p, body.buffers.p, q)
+                warpgroup.wait_group(0)
+            else:
+                self.add_dv(body, do)
+                warpgroup.wait_group(1)
             self.differentiate(body, s_view, mma_sm90.rows_and_columns(dp), do)
             mma_sm90.convert(dp, f.ds_rows)
-            self.share(body, dp, q)
+            self.write(body, f.ds_rows, body.buffers.ds, q)
+            self.meet_all(body)
+            if const_expr(self.config.wide):
+                self.add_dv(body, do)
             dq = self.issue_dq(body, q)
-            mma_sm90.gemm(x.by_k, f.dk, f.ds_rows, f.q[None, None, None, q.index], clear=False)
+            self.add_dk(body, q)
             warpgroup.wait_group(2)
             do.release()
             warpgroup.wait_group(1)
@@ -364,24 +404,42 @@ class BwdSm90:
 
     def by_column(self, body: Sweep, rows: cute.Tensor, slot: Any) -> cute.Tensor:
         """The thread's columns of the slot's ``rows`` (tile_q, stages), in registers (columns,)."""
-        pairs = cute.make_layout((2, 4, self.config.tile_q // 8), stride=(1, 2, 8))
-        own = cute.make_tensor(rows[None, slot.index].iterator, pairs)
-        mine = own[None, body.work.thread % 4, None]
+        pairs = cute.make_layout((2, self.config.tile_q // 2), stride=(1, 2))
+        all_pairs = cute.make_tensor(rows[None, slot.index].iterator, pairs)
+        own = all_pairs[None, body.work.column // 2]
+        every_fourth = cute.make_layout((2, self.config.own_queries // 8), stride=(1, 8))
+        mine = cute.make_tensor(own.iterator, every_fourth)
         r = cute.make_rmem_tensor(mine.shape, Float32)
         cute.autovec_copy(mine, r)
-        return cute.make_tensor(r.iterator, cute.make_layout(self.config.tile_q // 4))
+        return cute.make_tensor(r.iterator, cute.make_layout(self.config.own_queries // 4))
 
-    def share(self, body: Sweep, ds: cute.Tensor, slot: Any) -> None:
-        """Write dS^T, rounded, to the slot's (tile_q, tile_kv), and wait for all consumers'."""
-        x, f = body.x, body.f
-        store = mma_sm90.transposing_store(x.scores, self.dtype)
+    def write(self, body: Sweep, fragment: cute.Tensor, to: cute.Tensor, slot: Any) -> None:
+        """Write a rounded S^T-like fragment to the slot's (tile_q, tile_kv)."""
+        scores, c = body.x.scores, self.config
+        store = mma_sm90.transposing_store(scores, self.dtype)
         mine = store.get_slice(body.work.warpgroup * WARPGROUP + body.work.thread)
-        target = mine.partition_D(mma_sm90.transposed(body.buffers.ds))
-        rounded = cute.make_tensor(f.ds_rows.iterator, ds.layout)
-        cute.copy(store, store.retile(rounded), target[None, None, None, slot.index])
+        target = mine.partition_D(mma_sm90.transposed(to))
+        layout = cute.make_rmem_tensor(scores.partition_shape_C((c.tile_kv, c.tile_q)), Float32)
+        source = cute.make_tensor(fragment.iterator, layout.layout)
+        cute.copy(store, store.retile(source), target[None, None, None, slot.index])
+
+    def meet_all(self, body: Sweep) -> None:
+        """All consumers have written what the next wgmmas read."""
         cute.arch.fence_proxy("async.shared", space="cta")
         threads = WARPGROUP * self.config.consumers
         cute.arch.barrier(barrier_id=DS_READY, number_of_threads=threads)
+
+    def add_dv(self, body: Sweep, slot: Any) -> None:
+        """Issue dV += P^T dO of the slot; does not wait."""
+        f, c = body.f, self.config
+        p = f.p_rows[None, None, None, slot.index] if c.wide else f.p
+        mma_sm90.gemm(body.x.by_v, f.dv, p, f.do[None, None, None, slot.index], clear=False)
+
+    def add_dk(self, body: Sweep, slot: Any) -> None:
+        """Issue dK += dS^T Q of the slot; does not wait."""
+        f, c = body.f, self.config
+        ds = f.ds_turned[None, None, None, slot.index] if c.wide else f.ds_rows
+        mma_sm90.gemm(body.x.by_k, f.dk, ds, f.q[None, None, None, slot.index], clear=False)
 
     def issue_dq(self, body: Sweep, slot: Any) -> cute.Tensor:
         """Issue this warpgroup's part of dS K into a new accumulator; does not wait."""
@@ -441,14 +499,25 @@ class BwdSm90:
         tile = (c.tile_kv, c.tile_q)
         of_dk = x.by_k.partition_shape_C((c.tile_kv, plan.width))
         of_dv = x.by_v.partition_shape_C((c.tile_kv, plan.width_v))
+        if c.wide:
+            size = c.tile_kv * c.own_queries // WARPGROUP
+            p, ds_rows = (cute.make_rmem_tensor(size, self.dtype) for _ in range(2))
+            p_rows = by_v.make_fragment_A(by_v.partition_A(mma_sm90.transposed(buffers.p)))
+            ds_turned = by_k.make_fragment_A(by_k.partition_A(mma_sm90.transposed(buffers.ds)))
+        else:
+            p = by_v.make_fragment_A(x.by_v.partition_shape_A(tile))
+            ds_rows = by_k.make_fragment_A(x.by_k.partition_shape_A(tile))
+            p_rows = ds_turned = None
         return Fragments(
             k_rows=scores.make_fragment_A(scores.partition_A(buffers.k)),
             v_rows=scores.make_fragment_A(scores.partition_A(buffers.v)),
             q_columns=scores.make_fragment_B(scores.partition_B(buffers.q)),
             do_columns=scores.make_fragment_B(scores.partition_B(buffers.do)),
-            p=by_v.make_fragment_A(x.by_v.partition_shape_A(tile)),
+            p=p,
+            p_rows=p_rows,
             do=by_v.make_fragment_B(by_v.partition_B(turned["do"])),
-            ds_rows=by_k.make_fragment_A(x.by_k.partition_shape_A(tile)),
+            ds_rows=ds_rows,
+            ds_turned=ds_turned,
             q=by_k.make_fragment_B(by_k.partition_B(turned["q"])),
             ds=dq.make_fragment_A(dq.partition_A(buffers.ds)),
             k=dq.make_fragment_B(dq.partition_B(turned["k"])),
@@ -464,6 +533,6 @@ class BwdSm90:
         for acc, target in ((f.dk, x.io.dk), (f.dv, x.io.dv)):
             rounded = cute.make_rmem_tensor(acc.layout, self.dtype)
             mma_sm90.convert(acc, rounded)
-            epilogue.store_rows(
-                rounded, target[place.batch, None, place.head, None], work.key, rows
-            )
+            g = target[place.batch, None, place.head, None]
+            part = (work.warpgroup, self.config.consumers) if self.config.wide else None
+            epilogue.store_rows(rounded, g, work.key, rows, part)
