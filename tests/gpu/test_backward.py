@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from .backward_judging import Case, check, formula, gradients, tensors
+from .backward_judging import Case, check, formula, gradients, judge, tensors
 
 pytestmark = [pytest.mark.gpu]
 LENGTHS = (1, 63, 64, 65, 128, 129, 257, 1000, 1025)
@@ -87,3 +87,30 @@ def test_layouts_of_dout(layout: str) -> None:
     for a, b in zip(found[1:], same[1:], strict=True):
         assert torch.equal(a, b)
     assert (found[0].float() - same[0].float()).abs().max() <= 2**-7 * same[0].abs().max()
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(
+    "dims", [(192, 128), (192, 192), (256, 256), (160, 160), (136, 40), (64, 256)], ids=str
+)
+def test_wide_heads(dims: tuple[int, int], causal: bool) -> None:
+    check(Case(dims=dims, lengths=(300, 300), causal=causal, heads=(4, 2)))
+
+
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (256, 256)], ids=str)
+@pytest.mark.parametrize("lengths", [(1000, 1000), (129, 700), (700, 129)], ids=str)
+@pytest.mark.parametrize("mask", [(False, None), (True, None), (False, (64, 3))], ids=str)
+def test_deterministic(
+    mask: tuple[bool, tuple[int, int] | None], lengths: tuple[int, int], dims: tuple[int, int]
+) -> None:
+    """100 repeats, bit for bit, on memory that is dirty."""
+    causal, window = mask
+    case = Case(
+        dims=dims, lengths=lengths, heads=(4, 2), causal=causal, window=window, deterministic=True
+    )
+    x = tensors(case)
+    first = gradients(case, x)
+    judge(case, x, first)
+    for _ in range(100):
+        again = gradients(case, x)
+        assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
