@@ -85,6 +85,9 @@ def schedule(graph: Graph, transposed: bool = False) -> Schedule:
             readers[arg].add(levels[at])
     for at in (lowered.graph.result, *lowered.graph.more):
         readers[at].add("result")
+    for load in lowered.graph.more[1::2]:  # a contribution's place: the index of what it read
+        for arg in nodes[load].args:
+            readers[arg].add("result")
 
     def leaving(level: str) -> list[int]:
         return [

@@ -238,6 +238,11 @@ class Scope:
         pairs = zip(self.spread(a, level), self.spread(b, level), strict=True)
         return Value(level, tuple(emit.add(x, y) for x, y in pairs))
 
+    def address(self, at: int) -> Value:
+        """The address of the load ``at`` (of a short vector: of its first component)."""
+        node = self.schedule.lowered.graph.nodes[at]
+        return self._address(at, range(len(node.args)), self.evaluate(node.args))[0]
+
     def _load(self, at: int, memo: Mapping[int, Value], component: Any) -> Value:
         node = self.schedule.lowered.graph.nodes[at]
         source = self.operands.sources[node.attr]

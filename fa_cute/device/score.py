@@ -11,6 +11,8 @@ and holding values of the kernel. Each step down computes once what does not cha
             ...                                   # wait for S = Q K^T
             block.score(s)                        # in place; the score is then mod.gain * s
             block.hide(s)                         # of a mask_mod: s = -inf where it gives False
+            slopes = block.differentiate(s)       # instead of score, of a mod with its derivative
+            slopes.apply(d_score)                 # d_score *= d mod / d score
 
 ``s`` is fp32 ``(rows, columns)`` of a thread, as its ``Fragment`` says. Of a transposed one rows
 are keys: ``rows(kv_first)``, then ``block(q_first)``. ``score`` applies the softmax scale itself,
@@ -41,6 +43,7 @@ from fa_cute.device.captured import Source
 from fa_cute.device.fragment import Fragment
 from fa_cute.device.lower import Schedule, schedule
 from fa_cute.device.scope import Operands, Ramp, Scope, Value
+from fa_cute.mods.derived import contributions, factor, tame
 from fa_cute.mods.graph import Graph
 
 THREADS = 128  # of a warpgroup
@@ -256,31 +259,97 @@ class Block:
         """Put -inf into ``s`` (rows, columns) wherever the mask_mod gives False."""
         self._replace(s, lambda seen, row: arith.select(seen, row, emit.like(row, -math.inf)))
 
-    def _replace(self, s: cute.Tensor, combine: Callable[[Any, Any], Any]) -> None:
-        before = [s[i, None].load().ir_value() for i in range(len(self.scope.fragment.rows))]
-        after: list[list[Any]] = [[] for _ in before]
-        for columns in self._chunks():
-            rows = tuple(emit.part(row, columns.start, len(columns)) for row in before)
-            for new, result, row in zip(after, self._results(columns, rows), rows, strict=True):
-                new.append(combine(result, row))
-        for i, parts in enumerate(after):
-            target = s[i, None]
-            target.store(cute.TensorSSA(emit.joined(parts), target.shape, Float32))
+    def differentiate(self, s: cute.Tensor) -> Slopes:
+        """``score``, of a graph with its derivative: ``s`` likewise, and the derivative there."""
+        graph = self.rows.tile.mod.schedule.lowered.graph
+        wanted = [factor(graph), *(one.value for one in contributions(graph))]
+        at_once = [at for at in wanted if "score" in graph.dependence()[at]]
+        result, *found = self._computed(s, [graph.result, *at_once])
+        self._put(s, result)
+        return Slopes(self, tuple(wanted), dict(zip(at_once, found, strict=True)))
 
-    def _chunks(self) -> list[range]:
+    def _replace(self, s: cute.Tensor, combine: Callable[[Any, Any], Any]) -> None:
+        (found,) = self._computed(s, [self.rows.tile.mod.schedule.lowered.graph.result], combine)
+        self._put(s, found)
+
+    def _put(self, s: cute.Tensor, rows: Sequence[Any]) -> None:
+        for i, row in enumerate(rows):
+            target = s[i, None]
+            target.store(cute.TensorSSA(row, target.shape, Float32))
+
+    def _computed(
+        self,
+        s: cute.Tensor | None,
+        wanted: Sequence[int],
+        combine: Callable[[Any, Any], Any] = lambda result, row: result,
+    ) -> list[list[Any]]:
+        """The nodes ``wanted`` at the scores ``s`` (None: they read none), a vector a row."""
+        rows = len(self.scope.fragment.rows)
+        before = [None] * rows if s is None else [s[i, None].load().ir_value() for i in range(rows)]
+        after: list[list[list[Any]]] = [[[] for _ in before] for _ in wanted]
+        for columns in self.chunks():
+            scope, here = self.part(columns), before
+            if s is not None:
+                here = [emit.part(row, columns.start, len(columns)) for row in before]
+                scope = scope.below(score=Value("element", tuple(here)))
+            memo = scope.evaluate(wanted)
+            for new, at in zip(after, wanted, strict=True):
+                for row, result, was in zip(
+                    new, scope.spread(memo[at], "element"), here, strict=True
+                ):
+                    row.append(combine(result, was))
+        return [[emit.joined(parts) for parts in new] for new in after]
+
+    def chunks(self) -> list[range]:
         """The columns to compute at a time."""
         columns = self.scope.columns
         return [range(at, min(at + CHUNK, columns)) for at in range(0, columns, CHUNK)]
 
-    def _results(self, columns: range, score: tuple[Any, ...]) -> tuple[Any, ...]:
-        program = self.rows.tile.mod.schedule
-        scope = self.rows.columns(self.first, columns).below(score=Value("element", score))
+    def part(self, columns: range) -> Scope:
+        """The scope of some of the columns, with what is known of them."""
+        scope = self.rows.columns(self.first, columns)
         loaded = {
             at: Value(
                 "column", (emit.part(*self.scope.known[at].parts, columns.start, len(columns)),)
             )
-            for at in program.column
+            for at in self.rows.tile.mod.schedule.column
         }
-        scope = replace(scope, known={**scope.known, **loaded})
-        at = program.lowered.graph.result
-        return scope.spread(scope.evaluate([at])[at], "element")
+        return replace(scope, known={**scope.known, **loaded})
+
+
+@dataclass(frozen=True)
+class Slopes:
+    """The derivative on a block's fragment: factors on d score.
+
+    ``wanted``: nodes of d mod / d score and of the contributions; ``held`` those of them that
+    depend on the score, a vector a row. The others are computed when they are used.
+    """
+
+    block: Block
+    wanted: tuple[int, ...]
+    held: dict[int, list[Any]]
+
+    def apply(self, d_score: cute.Tensor) -> None:
+        """Multiply ``d_score`` (rows, columns), P (dP - delta), by d mod / d score in place."""
+        self.block._put(d_score, self._times(self.wanted[0], d_score))
+
+    def products(self, at: int, d_score: cute.Tensor) -> list[Any]:
+        """``d_score`` times the factor of contribution ``at``, a vector a row."""
+        return self._times(self.wanted[1 + at], d_score)
+
+    def _times(self, at: int, d_score: cute.Tensor) -> list[Any]:
+        graph = self.block.rows.tile.mod.schedule.lowered.graph
+        rows = [
+            d_score[i, None].load().ir_value() for i in range(len(self.block.scope.fragment.rows))
+        ]
+        if graph.nodes[at].op == "const" and graph.nodes[at].attr == 1.0:
+            return rows
+        values = self.held[at] if at in self.held else self.block._computed(None, [at])[0]
+        products = [arith.mulf(row, value) for row, value in zip(rows, values, strict=True)]
+        if tame(graph):
+            return products
+        # A probability of 0 silences a slope that is not finite.
+        return [
+            arith.select(emit.compare("eq", row, emit.like(row, 0.0)), row, product)
+            for row, product in zip(rows, products, strict=True)
+        ]

@@ -22,7 +22,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from fa_cute.mods.canonical import Builder
-from fa_cute.mods.derived import contributions
+from fa_cute.mods.derived import taught
 from fa_cute.mods.graph import Graph, Node
 
 FLOATS = ("float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
@@ -43,7 +43,7 @@ def differentiate(graph: Graph, wanted: frozenset[int] = frozenset()) -> Graph:
 def differentiable(graph: Graph) -> frozenset[int]:
     """The captured tensors (places) that the mod's value depends on other than by steps."""
     floats = frozenset(at for at, c in enumerate(graph.captured) if c.dtype in FLOATS)
-    return frozenset(one.slot for one in contributions(differentiate(graph, floats)))
+    return frozenset(taught(differentiate(graph, floats)))
 
 
 class _Part(NamedTuple):

@@ -44,6 +44,11 @@ def contributions(graph: Graph) -> tuple[Contribution, ...]:
     return tuple(Contribution(graph.nodes[load].attr, load, value) for load, value in pairs)
 
 
+def taught(graph: Graph) -> tuple[int, ...]:
+    """The captured tensors (places) that get gradients, in order."""
+    return tuple(sorted({one.slot for one in contributions(graph)}))
+
+
 @functools.lru_cache(maxsize=256)
 def tame(graph: Graph) -> bool:
     """Whether the derivative is finite for finite operands, so that a probability of 0 mutes it."""

@@ -1,0 +1,223 @@
+"""Gradients of captured tensors: what each load contributes, added up where its index allows it.
+
+A contribution is d score x its factor, at the address that the load read. By the level of that
+address, in a transposed fragment (rows are keys):
+
+    tile      (a head, a scalar)  one register a thread over all blocks; then one add a warp
+    row       (kv)                one register a row over all blocks; then one add a row
+    column    (q)                 summed over the warp's rows, then one add a column
+    others    (q - kv, elements)  one add a warp where all its addresses are one, as they are far
+                                  from the diagonal of bucketed distances; else one add an element
+
+An add is ``red.global.add.f32``: sums in fp32, in no fixed order. Addresses are clamped as loads
+are, and what is hidden or past the ends adds 0, so no add leaves its tensor.
+
+    collector = Collector.of(mod, targets)      # once a kernel
+    collector.clear()                           # before the blocks of a head
+    slopes = block.differentiate(s)             # each block: see ``score``
+    collector.add(block, slopes, d_score)
+    collector.flush(rows)                       # after them
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import cutlass.cute as cute
+from cutlass import Boolean, Float32, Int32
+from cutlass._mlir import ir
+from cutlass._mlir.dialects import arith, llvm, scf
+
+from fa_cute.device import emit
+from fa_cute.device.captured import Source
+from fa_cute.device.scope import Scope, Value
+from fa_cute.device.score import Block, Modifier, Rows, Slopes
+from fa_cute.mods.derived import Contribution, contributions, taught
+
+WARP, QUAD = 32, 4
+_HELD = ("tile", "row")
+
+
+@dataclass(frozen=True)
+class Collector:
+    """A warpgroup's contributions. Build it with ``of``."""
+
+    mod: Modifier
+    targets: dict[int, Source]
+    given: tuple[Contribution, ...]
+    sums: tuple[cute.Tensor | None, ...]
+
+    @staticmethod
+    def of(mod: Modifier, targets: Sequence[cute.Tensor] | None) -> Collector:
+        """``targets``: fp32 tensors like the captured ones of ``taught``, in order; None: none."""
+        graph = mod.schedule.lowered.graph
+        given = contributions(graph)
+        pairs = zip(taught(graph), list(targets or ()), strict=True)
+        sources = {slot: Source.of(target, "float32") for slot, target in pairs}
+        sizes = {"tile": 1, "row": len(mod.fragment.rows)}
+        sums = [
+            cute.make_rmem_tensor(sizes[level], Float32) if level in sizes else None
+            for level in (_level(mod, one) for one in given)
+        ]
+        return Collector(mod, sources, given, tuple(sums))
+
+    def clear(self) -> None:
+        """Begin a head."""
+        for held in self.sums:
+            if held is not None:
+                held.fill(0.0)
+
+    def add(self, block: Block, slopes: Slopes, d_score: cute.Tensor) -> None:
+        """Take a block's contributions; ``d_score`` (rows, columns) is P (dP - delta)."""
+        for at, (one, held) in enumerate(zip(self.given, self.sums, strict=True)):
+            products = slopes.products(at, d_score)
+            if held is not None:
+                self._hold(held, products)
+            elif _level(self.mod, one) == "column":
+                self._add_columns(block, one, products)
+            else:
+                self._add_elements(block, one, products)
+
+    def _hold(self, held: cute.Tensor, products: list[ir.Value]) -> None:
+        totals = [_total(row) for row in products]
+        if cute.size(held) == 1:
+            totals = [_summed(totals)]
+        for i, total in enumerate(totals):
+            held[i] = held[i] + Float32(total)
+
+    def _add_columns(self, block: Block, one: Contribution, products: list[ir.Value]) -> None:
+        column = emit.lanes_in(_summed(products))
+        lane = self.mod.thread % WARP
+        for columns in block.chunks():
+            address = self._address(block.part(columns), one)
+            places = emit.lanes_in(emit.part(*address.parts, 0, len(columns)))
+            for place, value in zip(places, column[columns.start : columns.stop], strict=True):
+                total = Float32(value)
+                for distance in (4, 8, 16):
+                    total = total + cute.arch.shuffle_sync_bfly(total, offset=distance)
+                _red(place, total.ir_value(), (lane < QUAD).ir_value())
+
+    def _add_elements(self, block: Block, one: Contribution, products: list[ir.Value]) -> None:
+        places: list[ir.Value] = []
+        for columns in block.chunks():
+            scope = block.part(columns)
+            address = self._address(scope, one)
+            places += [x for part in scope.spread(address, "element") for x in emit.lanes_in(part)]
+        values = [
+            x
+            for columns in block.chunks()
+            for row in products
+            for x in emit.lanes_in(emit.part(row, columns.start, len(columns)))
+        ]
+        if self._may_be_one(one):
+            same = _one_address(places)
+            branch = scf.IfOp(same.ir_value(), has_else=True)
+            with ir.InsertionPoint(branch.then_block):
+                self._add_once(places[0], _total_of(values))
+                scf.YieldOp([])
+            with ir.InsertionPoint(branch.else_block):
+                _red_all(places, values)
+                scf.YieldOp([])
+        else:
+            _red_all(places, values)
+
+    def _may_be_one(self, one: Contribution) -> bool:
+        """Whether many elements may have one address: not where q and kv themselves index."""
+        nodes = self.mod.schedule.lowered.graph.nodes
+        plain = {nodes[arg].op for arg in nodes[one.load].args}
+        return not {"q", "kv"} <= plain
+
+    def flush(self, rows: Rows) -> None:
+        """End a head: what was held goes to memory."""
+        thread = self.mod.thread
+        for one, held in zip(self.given, self.sums, strict=True):
+            if held is None:
+                continue
+            address = self._address(rows.scope, one)
+            places = rows.scope.spread(address, _HELD[cute.size(held) > 1])
+            for i, place in enumerate(places):
+                total = held[i]
+                if len(places) == 1:
+                    self._add_once(place, total.ir_value())
+                    continue
+                for distance in (1, 2):
+                    total = total + cute.arch.shuffle_sync_bfly(total, offset=distance)
+                _red(place, total.ir_value(), (thread % QUAD == 0).ir_value())
+
+    def _add_once(self, place: ir.Value, value: ir.Value) -> None:
+        """Add the warp's sum of ``value`` at ``place``."""
+        total = Float32(value)
+        for distance in (16, 8, 4, 2, 1):
+            total = total + cute.arch.shuffle_sync_bfly(total, offset=distance)
+        _red(place, total.ir_value(), (self.mod.thread % WARP == 0).ir_value())
+
+    def _address(self, scope: Scope, one: Contribution) -> Value:
+        """Where the load's contribution goes: the load's own address, in the target."""
+        graph = self.mod.schedule.lowered.graph
+        own = tuple(self.targets.get(at) for at in range(len(graph.captured)))
+        scope = replace(scope, operands=replace(scope.operands, sources=own), addresses={})
+        return scope.address(one.load)
+
+
+def _level(mod: Modifier, one: Contribution) -> str:
+    """The level of a contribution's address."""
+    schedule = mod.schedule
+    levels = {schedule.levels[arg] for arg in schedule.lowered.graph.nodes[one.load].args}
+    levels -= {"constant", "tile"}
+    return levels.pop() if len(levels) == 1 else "element" if levels else "tile"
+
+
+def _summed(values: Sequence[ir.Value]) -> ir.Value:
+    total = values[0]
+    for value in values[1:]:
+        total = emit.add(total, value)
+    return total
+
+
+def _total(row: ir.Value) -> ir.Value:
+    """The sum of a vector's lanes."""
+    return _total_of(emit.lanes_in(row))
+
+
+def _total_of(values: Sequence[ir.Value]) -> ir.Value:
+    values = list(values)
+    while len(values) > 1:
+        pairs = [emit.add(a, b) for a, b in zip(values[::2], values[1::2])]
+        values = pairs + values[len(pairs) * 2 :]
+    return values[0]
+
+
+def _one_address(places: Sequence[ir.Value]) -> Boolean:
+    """Whether all addresses of all lanes of the warp are equal."""
+    word, wide = emit.integer(32), emit.integer(64)
+    first = places[0]
+    low = Int32(arith.trunci(word, first))
+    high = Int32(arith.trunci(word, arith.shrui(first, emit.constant_of(32, wide, None))))
+    halves = [cute.arch.shuffle_sync(half, 0) for half in (low, high)]
+    same = arith.andi((halves[0] == low).ir_value(), (halves[1] == high).ir_value())
+    for place in places[1:]:
+        same = arith.andi(same, emit.compare("eq", place, first))
+    return Boolean(cute.arch.vote_all_sync(Boolean(same)))
+
+
+def _red_all(places: Sequence[ir.Value], values: Sequence[ir.Value]) -> None:
+    for place, value in zip(places, values, strict=True):
+        _red(place, value)
+
+
+def _red(place: ir.Value, value: ir.Value, where: ir.Value | None = None) -> None:
+    """Add ``value`` to the fp32 number at the address ``place``, if ``where`` holds."""
+    operands, text, kinds = [place, value], "red.global.add.f32 [$0], $1;", "l,f"
+    if where is not None:
+        operands.append(arith.extui(emit.integer(32), where))
+        text, kinds = f"{{ .reg .pred p; setp.ne.s32 p, $2, 0; @p {text} }}", "l,f,r"
+    llvm.inline_asm(
+        None,
+        operands,
+        text,
+        kinds,
+        has_side_effects=True,
+        is_align_stack=False,
+        asm_dialect=llvm.AsmDialect.AD_ATT,
+    )
