@@ -77,12 +77,11 @@ class CompiledAttention:
                 "call fa_cute.attention with the mod itself, which finds the same kernel"
             )
         options = api.Options(self.plan.causal, window, scale, self.plan.return_lse, False)
-        prepared = api.lookup((q, k, v), self._mods, options, sinks)
-        needed = prepared.kernel
+        needed = api.lookup((q, k, v), self._mods, options, sinks).kernel
         if needed is not None and needed.key != self.key:
             raise ValueError(self._mismatch(needed.plan))
-        result, lse = api.on_gpu(prepared, (q, k, v), self._mods, out, sinks)
-        return result if lse is None else (result, lse)
+        result, lse = api.on_cuda((q, k, v), self._mods, options, out, sinks)
+        return (result, lse) if options.return_lse else result
 
     def _mismatch(self, needed: Plan) -> str:
         asked, compiled_for = needed.parts(), self.plan.parts()

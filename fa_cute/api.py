@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fa_cute import cpu
+from fa_cute import autograd, cpu
+from fa_cute.host.backward import plans_of
 from fa_cute.host.blocks import MaskBlocks
 from fa_cute.host.compile import compiled
 from fa_cute.host.given_mask import as_mask_mod
@@ -26,6 +27,7 @@ from fa_cute.plan import Extra, Io, Launch
 
 SMALLEST_NORMAL_FLOAT32 = 2.0**-126
 PREPARED_LIMIT = 4096
+AUTOCAST_FROM = (torch.float32, torch.float16, torch.bfloat16)
 
 
 class Options(NamedTuple):
@@ -73,7 +75,8 @@ def attention(
         return_lse: also return the natural logarithm of the sum of the exponentials.
         sinks: ``(Hq,)``, fp32, bf16 or fp16: a learned logit a query head, one more score of each
             of its rows, without a value. fp32 is read as it is, others are converted on each call.
-        deterministic: bitwise repeatable results. The forward always is.
+        deterministic: bitwise repeatable results, also of the gradients (the forward always is);
+            ``torch.use_deterministic_algorithms`` implies it.
         out: ``(B, Sq, Hq, Dv)`` in q's dtype, to be written and returned; without gradients.
 
     Returns:
@@ -84,15 +87,15 @@ def attention(
     Raises:
         TypeError, ValueError: a wrong argument, named with its shape or value and what is accepted;
             also a mod that cannot be traced, with the line at fault.
-        NotImplementedError: a gradient on CUDA (the CPU path has gradients).
     """
     mods = NO_MODS
     if score_mod is not None or mask_mod is not None:
         mods = Mods.of(score_mod, as_mask_mod(mask_mod, q, k))
     options = Options(causal, window, scale, return_lse, deterministic)
+    if isinstance(q, torch.Tensor) and torch.is_autocast_enabled(q.device.type):
+        q, k, v = autocast((q, k, v))
     if isinstance(q, torch.Tensor) and q.is_cuda:
-        prepared = lookup((q, k, v), mods, options, sinks)
-        result, lse = on_gpu(prepared, (q, k, v), mods, out, sinks)
+        result, lse = on_cuda((q, k, v), mods, options, out, sinks)
     else:
         result, lse = _on_cpu((q, k, v), mods, options, out, sinks)
     return (result, lse) if return_lse else result
@@ -110,8 +113,7 @@ def _on_cpu(
     sinks: torch.Tensor | None,
 ) -> Result:
     problem = Problem.of(*qkv, mods=mods, sinks=sinks, out=out, **options._asdict())
-    if out is not None and _wants_gradient(qkv, mods, sinks):
-        raise ValueError("out= has no gradient, but an input requires one; leave out, or no_grad()")
+    _refuse_out(out, qkv, mods, sinks)
     result, lse = cpu.attention(
         *qkv,
         bounds=problem.bounds,
@@ -121,6 +123,47 @@ def _on_cpu(
         sinks=sinks,
     )
     return (result if out is None else out.copy_(result)), lse
+
+
+def autocast(qkv: Inputs) -> Inputs:
+    """q, k and v as torch's own attention gets them in an autocast region: in its dtype."""
+    dtype = torch.get_autocast_dtype(qkv[0].device.type)
+    return tuple(
+        x.to(dtype) if isinstance(x, torch.Tensor) and x.dtype in AUTOCAST_FROM else x for x in qkv
+    )
+
+
+def on_cuda(
+    qkv: Inputs,
+    mods: Mods,
+    options: Options,
+    out: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+) -> Result:
+    """A call on CUDA tensors: (out, lse), recorded for autograd where an input requires it."""
+    if not autograd.wants_gradient(qkv, sinks, mods.captured):
+        return on_gpu(lookup(qkv, mods, options, sinks), qkv, mods, out, sinks)
+    _refuse_out(out, qkv, mods, sinks)
+    prepared = lookup(qkv, mods, options._replace(return_lse=True), sinks)
+    deterministic = options.deterministic or torch.are_deterministic_algorithms_enabled()
+    derivative = autograd.derivative_of(mods, deterministic=deterministic)
+    plans = None
+    if prepared.kernel is not None:
+        plans = plans_of(
+            prepared.kernel.plan,
+            deterministic=deterministic,
+            lse_gradient=options.return_lse,
+            derivative=derivative,
+        )
+    call = autograd.Call(
+        lambda: on_gpu(prepared, qkv, mods, None, sinks),
+        prepared.problem,
+        plans,
+        prepared.launch,
+        mods.scalars or None,
+        prepared.sign,
+    )
+    return autograd.attend(call, qkv, sinks, mods)
 
 
 class Prepared(NamedTuple):
@@ -149,7 +192,6 @@ def on_gpu(
 ) -> Result:
     """Run what ``lookup`` prepared: (out, lse), lse None unless the options ask for it."""
     problem, kernel, launch, ready, sign = prepared
-    _refuse_gradient(qkv, mods, sinks)
     if out is None:
         result, lse = allocate(problem)
     else:
@@ -202,7 +244,6 @@ def lookup(
 
 def _prepare(qkv: Inputs, mods: Mods, options: Options, sinks: torch.Tensor | None) -> Prepared:
     problem = Problem.of(*qkv, mods=mods, sinks=sinks, **options._asdict())
-    _refuse_gradient(qkv, mods, sinks)
     if problem.empty:
         return Prepared(problem, None, None, ready=True, sign=1)
     plan = make_plan(problem, mods, current_target(problem.device))
@@ -232,23 +273,11 @@ def _extra(mods: Mods, sinks: torch.Tensor | None) -> Extra:
     return Extra(mods.captured or None, mods.scalars or None, sinks)
 
 
-def _wants_gradient(qkv: Inputs, mods: Mods, sinks: torch.Tensor | None) -> bool:
-    if not torch.is_grad_enabled():
-        return False
-    q, k, v = qkv
-    if q.requires_grad or k.requires_grad or v.requires_grad:
-        return True
-    if sinks is not None and sinks.requires_grad:
-        return True
-    return mods is not NO_MODS and any(tensor.requires_grad for tensor in mods.captured)
-
-
-def _refuse_gradient(qkv: Inputs, mods: Mods, sinks: torch.Tensor | None) -> None:
-    if _wants_gradient(qkv, mods, sinks):
-        raise NotImplementedError(
-            "the gradient on CUDA is not there yet, and an input requires one: call under "
-            "torch.no_grad(), detach the inputs, or train on CPU tensors, whose path has gradients"
-        )
+def _refuse_out(
+    out: torch.Tensor | None, qkv: Inputs, mods: Mods, sinks: torch.Tensor | None
+) -> None:
+    if out is not None and autograd.wants_gradient(qkv, sinks, mods.captured):
+        raise ValueError("out= has no gradient, but an input requires one; leave out, or no_grad()")
 
 
 def _writable(out: torch.Tensor, inputs: tuple[Any, ...]) -> bool:

@@ -80,7 +80,8 @@ PREPROCESS, POSTPROCESS = "backward-preprocess", "backward-postprocess"
 class Plan:
     """The static facts of one attention kernel.
 
-    ``direction``: FORWARD, BACKWARD, or one of the two passes around the latter.
+    ``direction``: FORWARD, BACKWARD, or one of the two passes around the latter. A backward's
+    ``score_mod`` is the graph with its derivative.
     ``window`` says whether a left and a right bound exist (their sizes are run-time numbers).
     ``gqa_ratio`` is query heads a key/value head. Dtypes are torch's names ("bfloat16").
     """
@@ -201,11 +202,14 @@ class Extra(NamedTuple):
 
     ``captured`` holds the mods' captured tensors (score_mod's, then mask_mod's), ``scalars`` their
     captured 0-d CPU tensors as Python numbers, in the same order. ``sinks`` is ``(Hq,)`` float32.
+    ``gradients``, of a backward: float32 tensors like the captured ones that get one, to be added
+    to.
     """
 
     captured: Any = None
     scalars: Any = None
     sinks: Any = None
+    gradients: Any = None
 
 
 class Launch(NamedTuple):

@@ -17,7 +17,7 @@ import torch
 from fa_cute.host import launch
 from fa_cute.mods.derivative import differentiable, differentiate
 from fa_cute.mods.derived import taught
-from fa_cute.mods.graph import Graph
+from fa_cute.mods.graph import Captured, Graph
 from fa_cute.mods.trace import trace_score_mod
 from tests.tile_kernel import DEVICE, ROOT, ROWS, _folder
 
@@ -46,7 +46,7 @@ def slopes(
     """
     traced, graph = trace_score_mod(score_mod), _derivative(score_mod)
     scores, weights = (x.mT.contiguous() for x in (scores, weights))
-    out = torch.full_like(scores, torch.nan)
+    out = torch.fulllike(scores, torch.nan)
     targets = [
         torch.zeros(traced.captured[slot].shape, device=scores.device) for slot in taught(graph)
     ]
@@ -68,7 +68,6 @@ def compiled(graph: Graph, options: str = "") -> Any:
     from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
     from fa_cute.host.compile import _fake_captured
-    from fa_cute.mods.graph import Captured
     from tests.slope_device import SlopeKernel
 
     def scores() -> Any:
@@ -76,14 +75,14 @@ def compiled(graph: Graph, options: str = "") -> Any:
         strides = (*(cute.sym_int64() for _ in range(3)), 1)
         return make_fake_tensor(Float32, shape, strides, assumed_align=16)
 
+    def like(captured: Captured) -> Any:
+        return _fake_captured(Captured("float32", captured.ndim))
+
     numbers = {"float32": Float32, "int32": Int32, "bool": Boolean}
-    targets = tuple(
-        _fake_captured(Captured("float32", graph.captured[slot].ndim)) for slot in taught(graph)
-    )
     given = (
         tuple(map(_fake_captured, graph.captured)) or None,
         tuple(numbers[kind](0) for kind in graph.scalars) or None,
-        targets or None,
+        tuple(like(graph.captured[slot]) for slot in taught(graph)) or None,
     )
     stream = make_fake_stream(use_tvm_ffi_env_stream=True)
     arguments = (scores(), scores(), scores(), given, Float32(1.0), stream)

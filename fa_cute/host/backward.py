@@ -10,6 +10,7 @@ a row.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -34,10 +35,11 @@ from fa_cute.plan import (
 
 if TYPE_CHECKING:
     from fa_cute.host.problem import Problem
+    from fa_cute.mods.graph import Graph
 
 
 class Saved(NamedTuple):
-    """What the forward read and gave: q, k, v, out as a kernel reads them, lse ``(B, Hq, Sq)``."""
+    """What the forward read and gave: q, k, v, out ``(B, S, H, ·)``, lse ``(B, Hq, Sq)``."""
 
     q: torch.Tensor
     k: torch.Tensor
@@ -46,16 +48,28 @@ class Saved(NamedTuple):
     lse: torch.Tensor
 
 
-class Gradients(NamedTuple):
-    """dq, dk, dv in the shapes and dtypes of q, k, v; ``delta`` ``(B, Hq, Sq)`` float32.
+class Needs(NamedTuple):
+    """Which gradients are asked for; ``captured``: any of ``extra.gradients``."""
 
-    ``delta`` is rowsum(out * dout) - dlse of each row. A sink's logit has the gradient
+    dq: bool = True
+    dk: bool = True
+    dv: bool = True
+    captured: bool = False
+
+
+ALL = Needs()
+
+
+class Gradients(NamedTuple):
+    """dq, dk, dv in the shapes and dtypes of q, k, v (None: not needed); ``delta`` ``(B, Hq, Sq)``.
+
+    ``delta``, float32, is rowsum(out * dout) - dlse of each row. A sink's logit has the gradient
     -sum(exp(sink - lse) * delta) over its head's rows.
     """
 
-    dq: torch.Tensor
-    dk: torch.Tensor
-    dv: torch.Tensor
+    dq: torch.Tensor | None
+    dk: torch.Tensor | None
+    dv: torch.Tensor | None
     delta: torch.Tensor
 
 
@@ -67,14 +81,21 @@ class Plans(NamedTuple):
     postprocess: Plan
 
 
-def plans_of(forward: Plan, *, deterministic: bool, lse_gradient: bool) -> Plans:
-    """The backward of the ``forward`` plan; ``lse_gradient``: lse has one too."""
+@functools.lru_cache(maxsize=1024)
+def plans_of(
+    forward: Plan, *, deterministic: bool, lse_gradient: bool, derivative: Graph | None = None
+) -> Plans:
+    """The backward of the ``forward`` plan; ``lse_gradient``: lse has one too.
+
+    ``derivative``: the forward's score_mod as ``mods/derivative.differentiate`` makes it.
+    """
     cut = forward.causal or any(forward.window)
     modified = forward.score_mod is not None or forward.mask_mod is not None
     config = configs.bwd_sm90(forward.head_dim, forward.head_dim_v, cut=cut, modified=modified)
     main = replace(
         forward,
         direction=BACKWARD,
+        score_mod=derivative,
         config=config,
         deterministic=deterministic,
         return_lse=False,
@@ -98,16 +119,20 @@ def backward(
     gradients: tuple[torch.Tensor, torch.Tensor | None],
     extra: Extra,
     launch: Launch,
+    *,
+    needs: Needs = ALL,
 ) -> Gradients:
     """Run the three kernels; ``gradients`` are dout ``(B, Sq, Hq, Dv)`` and dlse or None.
 
     ``saved.q`` and ``launch.scale`` are those the forward's kernel had, so the scale is positive.
+    ``extra.gradients`` (fp32 sums, shaped like the captured tensors that get one) are added to.
     """
     q, k, v, out, lse = saved
     dout, dlse = gradients
     if problem.empty:
-        delta = torch.zeros_like(lse)
-        return Gradients(*(torch.zeros_like(x) for x in (q, k, v)), delta)
+        delta = torch.zeros_like(lse) if dlse is None else -dlse.float()
+        zeros = (torch.zeros_like(x) if need else None for x, need in zip((q, k, v), needs))
+        return Gradients(*zeros, delta)
     shape = (problem.batch, problem.heads_q)
     config = plans.main.config
     blocks = -(-problem.seqlen_q // config.tile_q)
@@ -117,15 +142,19 @@ def backward(
     turns = None
     if plans.main.deterministic:
         turns = torch.empty((*shape, blocks * config.consumers), dtype=torch.int32, device=q.device)
+    q, k, v, out, dout = (kernel_ready(x) for x in (q, k, v, out, dout))
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
-    dout = kernel_ready(dout)
     dlse = None if dlse is None else dlse.float().contiguous()
     launch = launch._replace(counter=counter(q.device))
-    preprocess, main, postprocess = (compiled(plan) for plan in plans)
+    preprocess = compiled(plans.preprocess)
     _launch(preprocess, PreprocessIo(out, dout, lse, dlse, shift, delta, sums, turns), launch)
-    main(BwdIo(q, k, v, dout, shift, delta, sums, dk, dv, turns), extra, launch)
-    _launch(postprocess, PostprocessIo(sums, dq), launch)
-    return Gradients(dq, dk, dv, delta[..., : problem.seqlen_q])
+    if any(needs):
+        main = compiled(plans.main)
+        main(BwdIo(q, k, v, dout, shift, delta, sums, dk, dv, turns), extra, launch)
+    if needs.dq:
+        _launch(compiled(plans.postprocess), PostprocessIo(sums, dq), launch)
+    given = (x if need else None for x, need in zip((dq, dk, dv), needs))
+    return Gradients(*given, delta[..., : problem.seqlen_q])
 
 
 def _launch(kernel: Kernel, io: PreprocessIo | PostprocessIo, launch: Launch) -> None:

@@ -1,0 +1,156 @@
+"""The gradient of a call on CUDA: what is saved, and what the backward gives to each input.
+
+Saved are q, k, v, the output and one number a row (lse): nothing quadratic in the length. Gradients
+of captured tensors are those of the function ``mods/derivative.py`` makes of the score_mod; a
+mask_mod has none. With P = exp(S - lse) and delta = rowsum(out dout) - dlse
+
+    dS = P (dP - delta) d mod / d score        d sink = - sum over rows of exp(sink - lse) delta
+
+Only what an input requires is computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch.autograd.function import FunctionCtx, once_differentiable
+
+from fa_cute.host import backward as host
+from fa_cute.mods.derivative import differentiable, differentiate
+from fa_cute.mods.derived import contributions, taught
+from fa_cute.plan import Extra
+
+if TYPE_CHECKING:
+    from fa_cute.host.planning import Mods
+    from fa_cute.host.problem import Problem
+    from fa_cute.mods.graph import Graph
+    from fa_cute.plan import Launch
+
+Tensors = tuple[torch.Tensor, ...]
+FIRST_CAPTURED = 5  # the arguments before: call, q, k, v, sinks
+
+
+class Call(NamedTuple):
+    """A call beside its tensors: ``run(captured) -> (out, lse)`` is its forward.
+
+    ``plans`` is None where nothing is computed; ``sign`` is the factor on q that makes the scale of
+    ``launch`` positive.
+    """
+
+    run: Callable[[], tuple[torch.Tensor, torch.Tensor]]
+    problem: Problem
+    plans: host.Plans | None
+    launch: Launch | None
+    scalars: tuple[Any, ...] | None
+    sign: int
+
+
+def attend(call: Call, qkv: Tensors, sinks: torch.Tensor | None, mods: Mods) -> Tensors:
+    """(out, lse) of a call, differentiable: the inputs are all that may require a gradient."""
+    return _Attention.apply(call, *qkv, sinks, *mods.captured)
+
+
+def wants_gradient(qkv: Tensors, sinks: torch.Tensor | None, captured: Tensors) -> bool:
+    """Whether a call is to be recorded."""
+    if not torch.is_grad_enabled():
+        return False
+    q, k, v = qkv
+    if q.requires_grad or k.requires_grad or v.requires_grad:
+        return True
+    return (sinks is not None and sinks.requires_grad) or any(t.requires_grad for t in captured)
+
+
+def derivative_of(mods: Mods, *, deterministic: bool) -> Graph | None:
+    """The score_mod's graph with its derivative, for the captured tensors that require one.
+
+    ValueError for a gradient that the kernel lacks.
+    """
+    traced = mods.score_mod
+    if traced is None:
+        return None
+    required = [at for at, tensor in enumerate(traced.captured) if tensor.requires_grad]
+    wanted = frozenset(required) & differentiable(traced.graph)
+    graph = differentiate(traced.graph, wanted)
+    for one in contributions(graph):
+        if deterministic:
+            raise ValueError(
+                f"captured tensor {one.slot} of score_mod, "
+                f"{tuple(traced.captured[one.slot].shape)}, requires a gradient, which is added up "
+                "in no fixed order, but the call is deterministic: leave deterministic=True (and "
+                "torch.use_deterministic_algorithms) out, or detach it"
+            )
+        if graph.nodes[one.load].width > 1:
+            raise ValueError(
+                f"captured tensor {one.slot} of score_mod, "
+                f"{tuple(traced.captured[one.slot].shape)}, requires a gradient and is indexed "
+                "with all but its last dimension: index that too, x[h, 0] * y[h, 0] + ..., or "
+                "detach it"
+            )
+    return graph
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: FunctionCtx,
+        call: Call,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        sinks: torch.Tensor | None,
+        *captured: torch.Tensor,
+    ) -> Tensors:
+        out, lse = call.run()
+        ctx.save_for_backward(q, k, v, out, lse, sinks, *captured)
+        ctx.call = call._replace(run=None)
+        ctx.set_materialize_grads(False)
+        return out, lse
+
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: FunctionCtx, dout: torch.Tensor | None, dlse: torch.Tensor | None
+    ) -> tuple[torch.Tensor | None, ...]:
+        if dout is None and dlse is None:
+            return (None,) * len(ctx.needs_input_grad)
+        call, needs = ctx.call, ctx.needs_input_grad
+        q, k, v, out, lse, sinks, *captured = ctx.saved_tensors
+        dout = torch.zeros_like(out) if dout is None else dout
+        sums = _zeros(call.plans, captured)
+        found = host.backward(
+            call.problem,
+            call.plans,
+            host.Saved(q if call.sign == 1 else q * call.sign, k, v, out, lse),
+            (dout, dlse),
+            Extra(tuple(captured) or None, call.scalars, gradients=tuple(sums.values()) or None),
+            call.launch,
+            needs=host.Needs(needs[1], needs[2], needs[3], bool(sums)),
+        )
+        dq = found.dq
+        if dq is not None and call.sign != 1:
+            dq = dq * call.sign
+        given = [None] * len(captured)
+        for slot, total in sums.items():
+            given[slot] = total.to(captured[slot].dtype)
+        d_sinks = _of_sinks(sinks, lse, found.delta) if needs[4] else None
+        return (None, dq, found.dk, found.dv, d_sinks, *given)
+
+
+def _zeros(plans: host.Plans | None, captured: list[torch.Tensor]) -> dict[int, torch.Tensor]:
+    """fp32 sums for the captured tensors that get gradients, by place."""
+    graph = None if plans is None else plans.main.score_mod
+    if graph is None:
+        return {}
+    return {
+        slot: torch.zeros(captured[slot].shape, dtype=torch.float32, device=captured[slot].device)
+        for slot in taught(graph)
+    }
+
+
+def _of_sinks(sinks: torch.Tensor, lse: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
+    """The gradient (Hq,) of the sinks. A row with lse -inf has no sum that a sink is part of."""
+    share = torch.exp(sinks.float()[:, None] - lse)
+    share = torch.where(lse == -torch.inf, 0.0, share)
+    return -(share * delta).sum(dim=(0, 2)).to(sinks.dtype)

@@ -1,0 +1,254 @@
+"""The gradient's Python without a GPU: what is asked of the kernels, and what becomes of it.
+
+The kernels' places are taken by torch: ``run`` by the CPU path, ``backward`` by its autograd.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import fa_cute
+from fa_cute import api, autograd, reference
+from fa_cute.host import backward as host
+from fa_cute.host.planning import NO_MODS, Mods
+from fa_cute.mods.derived import contributions, taught
+from fa_cute.mods.emit_torch import values_of
+from fa_cute.plan import Extra
+
+B, SQ, SK, HQ, HK, D = 2, 5, 7, 4, 2, 16
+
+
+def inputs(dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, ...]:
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((B, SQ, HQ, D), (B, SK, HK, D), (B, SK, HK, D))
+    return tuple(torch.randn(s, generator=generator).to(dtype).requires_grad_() for s in shapes)
+
+
+class Stand:
+    """Torch in the kernels' places; ``needs`` is what the last backward was asked for."""
+
+    def __init__(self, mods: Mods, options: dict[str, Any], sinks: torch.Tensor | None) -> None:
+        self.mods, self.options, self.sinks = mods, options, sinks
+        self.needs: host.Needs | None = None
+
+    def scores(self, q: torch.Tensor, k: torch.Tensor, scale: float) -> torch.Tensor:
+        keys = k.repeat_interleave(HQ // HK, 2)
+        return torch.einsum("bqhd,bkhd->bhqk", q.double(), keys.double()) * scale
+
+    def backward(
+        self,
+        problem: Any,
+        plans: Any,
+        saved: host.Saved,
+        gradients: tuple,
+        extra: Extra,
+        launch: Any,
+        *,
+        needs: host.Needs,
+    ) -> host.Gradients:
+        self.needs = needs
+        q, k, v, out, lse = (x.double() for x in saved)
+        dout, dlse = gradients
+        delta = (out * dout.double()).sum(-1).transpose(1, 2)
+        delta = delta if dlse is None else delta - dlse
+        s = self.scores(q, k, launch)
+        slope, graph = torch.ones_like(s), plans
+        place = _leaves(s)
+        if graph is not None:
+            asked = [graph.result, graph.more[0]]
+            s, slope = values_of(graph, asked, extra.captured, extra.scalars or (), place)
+        p = torch.exp(s - lse[..., None])
+        values = v.repeat_interleave(HQ // HK, 2)
+        dp = torch.einsum("bqhd,bkhd->bhqk", dout.double(), values)
+        d_score = p * (dp - delta[..., None])
+        if graph is not None:
+            self._captured(graph, extra, place, d_score)
+        ds = d_score * slope * launch
+        dq = torch.einsum("bhqk,bkhd->bqhd", ds, k.repeat_interleave(HQ // HK, 2))
+        dk = torch.einsum("bhqk,bqhd->bkhd", ds, q).unflatten(2, (HK, -1)).sum(3)
+        dv = torch.einsum("bhqk,bqhd->bkhd", p, dout.double()).unflatten(2, (HK, -1)).sum(3)
+        given = [x if need else None for x, need in zip((dq, dk, dv), needs, strict=False)]
+        kinds = zip(given, saved[:3], strict=True)
+        return host.Gradients(*(x if x is None else x.to(y.dtype) for x, y in kinds), delta)
+
+    def _captured(self, graph: Any, extra: Extra, place: dict, d_score: torch.Tensor) -> None:
+        sums = dict(zip(taught(graph), extra.gradients or (), strict=True))
+        for one in contributions(graph):
+            args = graph.nodes[one.load].args
+            (value,) = values_of(graph, [one.value], extra.captured, (), place)
+            index = [
+                x.long().view((1,) * (4 - x.ndim) + x.shape).expand(d_score.shape)
+                for x in values_of(graph, args, extra.captured, (), place)
+            ]
+            added = (d_score * value).to(sums[one.slot].dtype)
+            if index:
+                sums[one.slot].index_put_(tuple(index), added, accumulate=True)
+            else:
+                sums[one.slot] += added.sum()
+
+
+def _leaves(s: torch.Tensor) -> dict[str, torch.Tensor]:
+    leaves = {"score": s}
+    for at, name in enumerate(("b", "h", "q", "kv")):
+        shape = [-1 if d == at else 1 for d in range(4)]
+        leaves[name] = torch.arange(s.shape[at]).view(shape)
+    return leaves
+
+
+def called(
+    monkeypatch: pytest.MonkeyPatch,
+    qkv: tuple[torch.Tensor, ...],
+    *,
+    sinks: torch.Tensor | None = None,
+    score_mod: Any = None,
+    scale: float = 0.3,
+    lse_gradient: bool = True,
+) -> tuple[Stand, torch.Tensor, torch.Tensor]:
+    """(stand, out, lse) of a recorded call whose kernels are torch."""
+    mods = NO_MODS if score_mod is None else Mods.of(score_mod, None)
+    stand = Stand(mods, {}, sinks)
+    monkeypatch.setattr(host, "backward", stand.backward)
+    sign, positive = api.positive_scale(scale)
+
+    def run() -> tuple[torch.Tensor, torch.Tensor]:
+        return fa_cute.attention(
+            *qkv, sinks=sinks, score_mod=score_mod, scale=scale, return_lse=True
+        )
+
+    graph = autograd.derivative_of(mods, deterministic=False)
+    plans = None if graph is None else _Plans(graph)
+    call = autograd.Call(run, None, plans, positive, mods.scalars or None, sign)
+    return stand, *autograd.attend(call, qkv, sinks, mods)
+
+
+class _Plans:
+    """Stands for the plans: ``autograd`` reads only the main one's score_mod."""
+
+    def __init__(self, graph: Any) -> None:
+        self.main, self.score_mod = self, graph
+        self.more, self.result, self.nodes = graph.more, graph.result, graph.nodes
+
+
+def check(found: Any, right: Any) -> None:
+    for ours, theirs in zip(found, right, strict=True):
+        torch.testing.assert_close(ours.double(), theirs.double(), rtol=1e-4, atol=1e-5)
+
+
+def loss(out: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
+    return (out.double() ** 2).sum() + (lse.double() * 0.3).sin().sum()
+
+
+@pytest.mark.parametrize("scale", [0.3, -0.3, 0.0])
+def test_the_scale_s_sign(monkeypatch: pytest.MonkeyPatch, scale: float) -> None:
+    qkv = inputs()
+    _, out, lse = called(monkeypatch, qkv, scale=scale)
+    found = torch.autograd.grad(loss(out, lse), qkv)
+    right = reference.attention(*qkv, scale=scale, return_lse=True)
+    check(found, torch.autograd.grad(loss(*right), qkv))
+
+
+def test_captured_tensors_and_sinks(monkeypatch: pytest.MonkeyPatch) -> None:
+    qkv = inputs()
+    slopes = torch.linspace(0.1, 0.9, HQ).requires_grad_()
+    cap, unused, still = torch.tensor(3.0).requires_grad_(), torch.rand(2), torch.rand(SK)
+    sinks = torch.linspace(-1, 1, HQ).requires_grad_()
+    unused.requires_grad_()
+
+    def score_mod(s, b, h, q, kv):
+        bent = cap * torch.tanh(s / cap) - slopes[h] * (q - kv).abs()
+        return bent + still[kv] + torch.floor(unused[b])
+
+    leaves = (*qkv, slopes, cap, sinks)
+    _, out, lse = called(monkeypatch, qkv, sinks=sinks, score_mod=score_mod)
+    found = torch.autograd.grad(loss(out, lse), (*leaves, unused), allow_unused=True)
+    assert found[-1] is None
+    options = {"sinks": sinks, "score_mod": score_mod, "scale": 0.3, "return_lse": True}
+    right = torch.autograd.grad(loss(*reference.attention(*qkv, **options)), leaves)
+    check(found[:-1], right)
+    assert [x.dtype for x in found[:-1]] == [x.dtype for x in leaves]
+
+
+def test_only_what_is_required_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v = inputs()
+    stand, out, lse = called(monkeypatch, (q.detach(), k, v.detach()))
+    loss(out, lse).backward()
+    assert stand.needs == host.Needs(False, True, False, False) and q.grad is None
+    sinks = torch.zeros(HQ, requires_grad=True)
+    plain = tuple(t.detach() for t in (q, k, v))
+    stand, out, lse = called(monkeypatch, plain, sinks=sinks)
+    loss(out, lse).backward()
+    assert not any(stand.needs)
+    again = reference.attention(*plain, sinks=(other := sinks.detach().requires_grad_()),
+                                scale=0.3, return_lse=True)  # fmt: skip
+    loss(*again).backward()
+    check([sinks.grad], [other.grad])
+
+
+def test_a_loss_of_one_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    qkv = inputs()
+    for at in (0, 1):
+        _, *results = called(monkeypatch, qkv)
+        found = torch.autograd.grad(results[at].sum(), qkv)
+        right = reference.attention(*qkv, scale=0.3, return_lse=True)[at]
+        check(found, torch.autograd.grad(right.sum(), qkv, materialize_grads=True))
+
+
+def test_twice_differentiating_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    qkv = inputs()
+    _, out, lse = called(monkeypatch, qkv)
+    (dq,) = torch.autograd.grad(loss(out, lse), qkv[0], create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiate twice"):
+        dq.sum().backward()
+
+
+def test_unsupported_gradients_of_captured_tensors() -> None:
+    table, pairs = torch.rand(HQ).requires_grad_(), torch.rand(SQ, 4).requires_grad_()
+    mods = Mods.of(lambda s, b, h, q, kv: s * table[h], None)
+    with pytest.raises(ValueError, match=r"captured tensor 0 of score_mod, \(4,\), .* no fixed"):
+        autograd.derivative_of(mods, deterministic=True)
+    mods = Mods.of(lambda s, b, h, q, kv: s + pairs[q].sum(-1), None)
+    with pytest.raises(ValueError, match="index that too"):
+        autograd.derivative_of(mods, deterministic=False)
+    with torch.no_grad():
+        still = table.detach()
+    mods = Mods.of(lambda s, b, h, q, kv: s * still[h], None)
+    assert taught(autograd.derivative_of(mods, deterministic=True)) == ()
+
+
+def test_an_empty_problem_has_gradients() -> None:
+    """No key: what a CUDA call does, on CPU tensors. lse is the sink."""
+    q = torch.rand(B, SQ, HQ, 64, dtype=torch.bfloat16, requires_grad=True)
+    k = torch.rand(B, 0, HK, 64, dtype=torch.bfloat16, requires_grad=True)
+    sinks = torch.zeros(HQ, requires_grad=True)
+    options = api.Options(False, None, None, True, False)
+    out, lse = api.on_cuda((q, k, k), NO_MODS, options, None, sinks)
+    (out.sum() + 2 * lse.sum()).backward()
+    assert (q.grad == 0).all() and k.grad.shape == k.shape
+    assert (sinks.grad == 2 * B * SQ).all()
+    with pytest.raises(ValueError, match="out= has no gradient"):
+        api.on_cuda((q, k, k), NO_MODS, options, torch.empty_like(q), sinks)
+
+
+def test_autocast_converts_as_torch_does() -> None:
+    q = torch.rand(1, 3, 2, 16, requires_grad=True)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = fa_cute.attention(q, q, q)
+        assert out.dtype == torch.bfloat16
+    out.float().sum().backward()
+    assert q.grad.dtype == torch.float32 and q.grad.abs().sum() > 0
+
+
+def test_checkpointing(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch.utils.checkpoint import checkpoint
+
+    qkv = inputs()
+
+    def block(*qkv: torch.Tensor) -> torch.Tensor:
+        _, out, lse = called(monkeypatch, qkv)
+        return loss(out, lse)
+
+    found = torch.autograd.grad(checkpoint(block, *qkv, use_reentrant=False), qkv)
+    check(found, torch.autograd.grad(block(*qkv), qkv))
