@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 
 from fa_cute.host import cache, launch, target
 from fa_cute.host.launch import Kernel, Resources
+from fa_cute.mods.derived import taught
 from fa_cute.mods.graph import Captured, Graph
 from fa_cute.plan import (
     BACKWARD,
@@ -296,7 +297,12 @@ def _fake_arguments(plan: Plan) -> tuple[Any, Extra, Launch]:
     scalars = tuple(numbers[kind](0) for graph in graphs for kind in graph.scalars)
     return (
         _fake_io(plan),
-        Extra(captured or None, scalars or None, _fake_sinks() if plan.sinks else None),
+        Extra(
+            captured or None,
+            scalars or None,
+            _fake_sinks() if plan.sinks else None,
+            _fake_gradients(plan.score_mod),
+        ),
         Launch(Float32(0), Int32(0), Int32(0), Int32(0), _fake_counter()),
     )
 
@@ -380,6 +386,14 @@ def _fake_captured(captured: Captured) -> Any:
         shape[-1] = captured.inner
     stride = tuple(cute.sym_int64() for _ in range(captured.ndim))
     return make_fake_tensor(element, tuple(shape), stride, assumed_align=element.width // 8)
+
+
+def _fake_gradients(score_mod: Graph | None) -> tuple[Any, ...] | None:
+    """float32 tensors like those that a graph with its derivative gives gradients to."""
+    if score_mod is None or not score_mod.more:
+        return None
+    shapes = (score_mod.captured[slot].ndim for slot in taught(score_mod))
+    return tuple(_fake_captured(Captured("float32", ndim)) for ndim in shapes) or None
 
 
 def _ptxas(remarks: str) -> tuple[int, int]:

@@ -4,7 +4,7 @@ Every block of queries that sees the tile is visited once. Scores are held trans
 and dP^T = V dO^T have keys as rows, 64 a consumer warpgroup, so that P^T and dS^T are the register
 operands of dV += P^T dO and dK += dS^T Q. Only dS passes through shared memory, for dQ = dS K:
 
-    P = exp2(c S + shift)       dS = P (dP - delta)       shift, delta: kernels/bwd_preprocess.py
+    P = exp2(c S + shift)      dS = P (dP - delta) mod'(S)      shift, delta: bwd_preprocess.py
 
     load       K Q0 V dO0 Q1 dO1 Q2 ...
     consumers  [S dP] exp [dV] dS, write | [dQ dK] add dQ ... the next block
@@ -14,6 +14,7 @@ Roles and rings are the tables of ``topology`` below; besides them:
 
     barrier 1        all consumers, once a block: dS is written
     barriers 2, ...  one consumer warpgroup, before and after it adds dQ, if deterministic
+    those after      one consumer warpgroup, about the diagonals of mods in shared memory
 
  dS has a slot for each of Q's: a warpgroup writes it
 again only after the barrier of a later block, before which all others have multiplied it.
@@ -38,7 +39,8 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import cpasync, warpgroup
 
-from fa_cute.device import epilogue, mask, mma_sm90, softmax, turns, vectors
+from fa_cute.device import epilogue, mask, mma_sm90, modifiers, score, softmax, turns, vectors
+from fa_cute.device.modifiers import Mods
 from fa_cute.device.operand import Reuse, TmaOperand, loader, row_loader, tma_operand
 from fa_cute.device.scheduler import Place, Tiles, section_of
 from fa_cute.device.topology import WARPGROUP, RingSpec, Role, Topology
@@ -72,6 +74,8 @@ def topology(plan: Plan) -> Topology:
 class Buffers(NamedTuple):
     """Shared memory: k (tile_kv, D, 1), v (tile_kv, Dv, 1), q (tile_q, D, ·), do (tile_q, Dv, ·),
     ds (tile_q, tile_kv, ·); shift, delta (tile_q, ·) fp32; p like ds, if wide.
+
+    ``scratch``: 32-bit words of the mods' diagonals, one part a consumer warpgroup, or None.
     """
 
     k: cute.Tensor
@@ -82,6 +86,7 @@ class Buffers(NamedTuple):
     shift: cute.Tensor
     delta: cute.Tensor
     p: cute.Tensor | None = None
+    scratch: Any = None
 
 
 @dataclass(frozen=True)
@@ -105,9 +110,10 @@ class Operands:
 
 
 class Work(NamedTuple):
-    """A consumer's share of a tile: the tile, its warpgroup, its thread of 128, its first key.
+    """A consumer's share of a tile: the tile, its warpgroup, its thread of 128.
 
-    ``column``: the first of its queries, relative to a block's.
+    ``key``: the first of the thread's; ``column``: the first of its queries, and ``first_query``
+    of its warpgroup's, in a block.
     """
 
     place: Place
@@ -115,6 +121,7 @@ class Work(NamedTuple):
     thread: Int32
     key: Int32
     column: Int32
+    first_query: Int32
 
 
 class Fragments(NamedTuple):
@@ -149,6 +156,7 @@ class Sweep:
     buffers: Buffers
     f: Fragments
     limit: mask.Limits
+    mods: Mods
     work: Work
     head: Int32
     c: Float32
@@ -161,6 +169,10 @@ class BwdSm90:
         self.plan, self.config = plan, plan.config
         self.topology = topology(plan)
         self.dtype = DTYPES[plan.dtype]
+        self.fragment = mma_sm90.fragment(plan.config.own_queries, transposed=True)
+        graphs = (plan.score_mod, plan.mask_mod)
+        self.modified = any(graph is not None for graph in graphs)
+        self.scratch_words = [score.scratch_words(graph, self.fragment) for graph in graphs]
         self.cut = plan.causal or any(plan.window) or plan.deterministic
 
     @cute.jit
@@ -267,12 +279,15 @@ class BwdSm90:
     def allocate(self, x: Operands) -> tuple[Any, Buffers]:
         """Shared memory: the barriers' storage, and the buffers as tensors."""
         c = self.config
-        names = ("k", "v", "q", "do", "ds", "p") if c.wide else ("k", "v", "q", "do", "ds")
+        names = ("k", "v", "q", "do", "ds", "p")[: len(x.layouts)]
         sizes = {
             name: (self.dtype, cute.cosize(layout))
             for name, layout in zip(names, x.layouts, strict=True)
         }
         sizes["shift"] = sizes["delta"] = (Float32, c.tile_q * c.stages)
+        words = sum(self.scratch_words)
+        if words:
+            sizes["scratch"] = (Int32, words * c.consumers)
         storage = cutlass.memory.SmemAllocator().allocate(self.topology.storage(sizes))
         tiles = [
             getattr(storage, name).get_tensor(layout.outer, swizzle=layout.inner)
@@ -280,13 +295,19 @@ class BwdSm90:
         ]
         by_row = cute.make_layout((c.tile_q, c.stages))
         rows = [getattr(storage, name).get_tensor(by_row) for name in ("shift", "delta")]
-        return storage, Buffers(*tiles[:5], *rows, *tiles[5:])
+        scratch = storage.scratch.data_ptr() if words else None
+        return storage, Buffers(*tiles[:5], *rows, tiles[5] if c.wide else None, scratch)
 
     def spans(self, x: Operands, place: Place) -> QSpans:
         """The blocks of queries of a tile: the same for the producer and for every consumer."""
         c = self.config
         first = place.block * c.tile_kv
-        return q_spans(x.bounds, first, first + c.tile_kv, c.tile_q, ARITHMETIC)
+        spans = q_spans(x.bounds, first, first + c.tile_kv, c.tile_q, ARITHMETIC)
+        if not self.modified:
+            return spans
+        # Past the last query shift is -inf and hides any finite score, which a mod's may not be.
+        whole = cutlass.min(spans.middle_end, x.bounds.seqlen_q // c.tile_q)
+        return spans._replace(middle_end=cutlass.max(whole, spans.middle_begin))
 
     @cute.jit
     def load(self, x: Operands, rings, buffers: Buffers, place: Place):
@@ -304,41 +325,55 @@ class BwdSm90:
             load_shift = row_loader(x.io.shift[place.batch, head, None], buffers.shift)
             load_delta = row_loader(x.io.delta[place.batch, head, None], buffers.delta)
             for j in cutlass.range(spans.end - spans.begin, unroll=1):
+                block = spans.end - 1 - j
                 with rings.q.fill() as q:
-                    load_q(spans.end - 1 - j, q)
-                    load_shift(spans.end - 1 - j, q)
+                    load_q(block, q)
+                    load_shift(block, q)
                 with rings.do.fill() as do:
-                    load_do(spans.end - 1 - j, do)
-                    load_delta(spans.end - 1 - j, do)
+                    load_do(block, do)
+                    load_delta(block, do)
 
     @cute.jit
     def math(self, x: Operands, rings, buffers: Buffers, place: Place):
         thread = cute.arch.thread_idx()[0] % WARPGROUP
         group = cute.arch.make_warp_uniform(cute.arch.warp_idx()) // 4 - 1
-        key = place.block * self.config.tile_kv + mma_sm90.row_of(thread)
-        column = 2 * (thread % 4)
+        first_key, first_query = place.block * self.config.tile_kv, Int32(0)
         if const_expr(self.config.wide):
-            column = column + group * self.config.own_queries
+            first_query = group * self.config.own_queries
         else:
-            key = key + group * mma_sm90.ROWS
-        work = Work(place, group, thread, key, column)
+            first_key = first_key + group * mma_sm90.ROWS
+        key = first_key + mma_sm90.row_of(thread)
+        column = first_query + 2 * (thread % 4)
+        work = Work(place, group, thread, key, column, first_query)
         spans = self.spans(x, place)
         limit = mask.limits_of_keys(x.bounds, key, column)
         f = self.fragments(x, buffers, group)
         f.dk.fill(0.0)
         f.dv.fill(0.0)
-        c = Float32(x.scale * softmax.LOG2_E)
+        mods = self.modifiers(x, buffers, group)
+        c = Float32((mods.score.gain if mods.score else x.scale) * softmax.LOG2_E)
         k, v = rings.k.take(), rings.v.take()
         for i in cutlass.range(self.plan.gqa_ratio, unroll=1):
             head = place.head * self.plan.gqa_ratio + i
-            body = Sweep(x, buffers, f, limit, work, head, c)
-            if const_expr(x.bounds.left is not None):
+            rows = modifiers.enter(mods, (place.batch, head), first_key)
+            body = Sweep(x, buffers, f, limit, rows, work, head, c)
+            if const_expr(x.bounds.left is not None or self.modified):
                 rings = self.sweep(body, rings, spans.middle_end, spans.end, True)
             rings = self.sweep(body, rings, spans.middle_begin, spans.middle_end, False)
             rings = self.sweep(body, rings, spans.begin, spans.middle_begin, True)
+            modifiers.leave(rows)
         k.release()
         v.release()
         self.store(x, work, f)
+
+    def modifiers(self, x: Operands, buffers: Buffers, group: Int32) -> Mods:
+        """The plan's mods for this warpgroup, with its part of the scratch and its own barrier."""
+        scratch, words = None, sum(self.scratch_words)
+        if words:
+            barrier = DS_READY + 1 + self.config.consumers + group
+            scratch = score.Scratch(buffers.scratch + group * words, barrier)
+        graphs = (self.plan.score_mod, self.plan.mask_mod)
+        return modifiers.of(graphs, x.extra or Extra(), x.scale, self.fragment, scratch)
 
     @cute.jit
     def sweep(self, body: Sweep, rings, begin: Int32, end: Int32, edge: cutlass.Constexpr):
@@ -349,20 +384,31 @@ class BwdSm90:
             q = rings.q.take()
             s = self.issue_scores(body, f.k_rows, f.q_columns, q)
             do = rings.do.take()
-            dp = self.issue_scores(body, f.v_rows, f.do_columns, do)
-            warpgroup.wait_group(1)
+            early = self.plan.score_mod is None  # a mod needs the registers of dP meanwhile
+            if const_expr(early):
+                dp = self.issue_scores(body, f.v_rows, f.do_columns, do)
+            first = block * self.config.tile_q + body.work.first_query
+            blocks = modifiers.enter_block(body.mods, first)
+            warpgroup.wait_group(1 if early else 0)
             s_view = mma_sm90.rows_and_columns(s)
-            if const_expr(edge):
-                mask.apply(s_view, body.limit, block * self.config.tile_q)
+            slopes = self.modify(body, blocks, s_view, block, edge)
             self.exponentiate(body, s_view, q)
             mma_sm90.convert(s, f.p)
+            if const_expr(slopes is not None and body.mods.collector is None):
+                # Not on d score: so their registers are free earlier.
+                slopes.apply(s_view)
+            if const_expr(not early):
+                dp = self.issue_scores(body, f.v_rows, f.do_columns, do)
             if const_expr(self.config.wide):
                 self.write(body, f.p, body.buffers.p, q)
                 warpgroup.wait_group(0)
             else:
                 self.add_dv(body, do)
                 warpgroup.wait_group(1)
-            self.differentiate(body, s_view, mma_sm90.rows_and_columns(dp), do)
+            dp_view = mma_sm90.rows_and_columns(dp)
+            self.differentiate(body, s_view, dp_view, do)
+            if const_expr(body.mods.collector is not None):
+                modifiers.collect(blocks, slopes, dp_view)
             mma_sm90.convert(dp, f.ds_rows)
             self.write(body, f.ds_rows, body.buffers.ds, q)
             self.meet_all(body)
@@ -380,6 +426,22 @@ class BwdSm90:
             q.release()
         return rings
 
+    def modify(
+        self, body: Sweep, blocks: Mods, s: cute.Tensor, block: Int32, edge: bool
+    ) -> score.Slopes | None:
+        """score_mod, then the bounds where the block is an edge, then mask_mod, on S in place.
+
+        What is returned is the derivative of the score_mod, or None.
+        """
+        slopes = None
+        if blocks.score is not None:
+            slopes = blocks.score.differentiate(s)
+        if edge:
+            mask.apply(s, body.limit, block * self.config.tile_q)
+        if blocks.mask is not None:
+            blocks.mask.hide(s)
+        return slopes
+
     def issue_scores(self, body: Sweep, a: cute.Tensor, b: cute.Tensor, slot: Any) -> cute.Tensor:
         """Issue K Q^T or V dO^T of ``slot`` into a new accumulator; does not wait."""
         x, c = body.x, self.config
@@ -396,7 +458,7 @@ class BwdSm90:
                 s[r, i] = softmax.exp2(cute.math.fma(s[r, i], body.c, shift[i]))
 
     def differentiate(self, body: Sweep, p: cute.Tensor, dp: cute.Tensor, slot: Any) -> None:
-        """dP (2, columns) becomes dS in place: the gradient of scale K Q^T."""
+        """dP (2, columns) becomes d score in place: the gradient of the score after its mod."""
         delta = self.by_column(body, body.buffers.delta, slot)
         for r in range(mma_sm90.FRAGMENT_ROWS):
             for i in range(cute.size(p, mode=[1])):
@@ -431,8 +493,8 @@ class BwdSm90:
 
     def add_dv(self, body: Sweep, slot: Any) -> None:
         """Issue dV += P^T dO of the slot; does not wait."""
-        f, c = body.f, self.config
-        p = f.p_rows[None, None, None, slot.index] if c.wide else f.p
+        f = body.f
+        p = f.p_rows[None, None, None, slot.index] if self.config.wide else f.p
         mma_sm90.gemm(body.x.by_v, f.dv, p, f.do[None, None, None, slot.index], clear=False)
 
     def add_dk(self, body: Sweep, slot: Any) -> None:
@@ -446,8 +508,8 @@ class BwdSm90:
         x, f = body.x, body.f
         shape = x.dq.partition_shape_C((self.config.tile_q, self.plan.width))
         dq = cute.make_rmem_tensor(shape, Float32)
-        ds, k = f.ds[None, None, None, slot.index], f.k[None, None, None, 0]
-        mma_sm90.gemm(x.dq, dq, ds, k, clear=True)
+        ds = f.ds[None, None, None, slot.index]
+        mma_sm90.gemm(x.dq, dq, ds, f.k[None, None, None, 0], clear=True)
         return dq
 
     @cute.jit
@@ -474,8 +536,8 @@ class BwdSm90:
 
     def meet(self, body: Sweep) -> None:
         """The barrier of one warpgroup."""
-        barrier = DS_READY + 1 + body.work.warpgroup
-        cute.arch.barrier(barrier_id=barrier, number_of_threads=WARPGROUP)
+        number = DS_READY + 1 + body.work.warpgroup
+        cute.arch.barrier(barrier_id=number, number_of_threads=WARPGROUP)
 
     def turn_of(self, body: Sweep, block: Int32) -> cute.Pointer:
         """Where the turn of this warpgroup's part of the block is."""

@@ -1,0 +1,75 @@
+"""The mods of a backward, entered level by level: the score_mod with its derivative, the mask_mod,
+and what gathers the gradients of captured tensors.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import cutlass.cute as cute
+from cutlass import Float32, Int32
+
+from fa_cute.device import gradient, score
+from fa_cute.device.fragment import Fragment
+from fa_cute.mods.graph import Graph
+from fa_cute.plan import Extra
+
+
+class Mods(NamedTuple):
+    """Each is None where there is none; the first two are entered as far as the holder says."""
+
+    score: Any
+    mask: Any
+    collector: gradient.Collector | None
+
+
+def of(
+    graphs: tuple[Graph | None, Graph | None],
+    extra: Extra,
+    scale: Float32,
+    fragment: Fragment,
+    scratch: score.Scratch | None,
+) -> Mods:
+    """A warpgroup's mods; ``scratch`` holds the words of both, one after the other."""
+    mods = []
+    given = score.deal(graphs, extra.captured, extra.scalars)
+    for graph, operands in zip(graphs, given, strict=True):
+        words = score.scratch_words(graph, fragment)
+        own = scratch if words else None
+        mods.append(
+            graph
+            and score.Modifier.of(graph, operands, scale=scale, fragment=fragment, scratch=own)
+        )
+        scratch = scratch and scratch.past(words)
+    collector = None
+    if extra.gradients is not None:
+        collector = gradient.Collector.of(mods[0], extra.gradients)
+    return Mods(*mods, collector)
+
+
+def enter(mods: Mods, head: tuple[Int32, Int32], first: Int32) -> Mods:
+    """With what depends on ``head`` (b, h) and on the fragment's rows from ``first`` computed."""
+    if mods.collector is not None:
+        mods.collector.clear()
+    rows = (mod and mod.tile(*head).rows(first) for mod in mods[:2])
+    return Mods(*rows, mods.collector)
+
+
+def enter_block(rows: Mods, first: Int32) -> Mods:
+    """With what depends on the fragment's columns from ``first`` on computed."""
+    return Mods(*(mod and mod.block(first) for mod in rows[:2]), rows.collector)
+
+
+def collect(blocks: Mods, slopes: score.Slopes, d_score: cute.Tensor) -> None:
+    """The gradient of the score after its mod becomes, in place, that of the score before.
+
+    On the way it gives captured tensors their part.
+    """
+    blocks.collector.add(blocks.score, slopes, d_score)
+    slopes.apply(d_score)
+
+
+def leave(rows: Mods) -> None:
+    """A head ends: gradients of captured tensors that were held in registers go to memory."""
+    if rows.collector is not None:
+        rows.collector.flush(rows.score)
