@@ -109,13 +109,15 @@ def compile(
     return_lse: bool = False,
     sinks: bool = False,
     deterministic: bool = False,
+    block_lists: bool = False,
     target: str,
 ) -> CompiledAttention:
     """Compile, or find in memory or on disk, the kernel of one configuration.
 
     ``window`` says which sides a call bounds; ``target`` is an architecture such as ``"sm_90a"``,
-    which the host need not have; a mod is a function, or a graph that was recorded. ValueError for
-    what no kernel exists for.
+    which the host need not have; a mod is a function, or a graph that was recorded. With
+    ``block_lists`` calls give the mask as a ``MaskBlocks`` of ``plan_mask``. ValueError for what no
+    kernel exists for.
     """
     started = time.perf_counter()
     plan, mods = Configuration(
@@ -131,6 +133,7 @@ def compile(
         return_lse=return_lse,
         sinks=sinks,
         deterministic=deterministic,
+        block_lists=block_lists,
         target=target,
     ).plan()
     known = compiling.in_memory(plan)

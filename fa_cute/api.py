@@ -210,7 +210,11 @@ def on_gpu(
         if not ready or (q.data_ptr() | k.data_ptr() | v.data_ptr()) % ALIGNMENT:
             q, k, v = kernel_ready(q), kernel_ready(k), kernel_ready(v)
         launch = launch._replace(counter=counter(q.device))
-        kernel(Io(q, k, v, result, lse), _extra(mods, sinks), launch)
+        extra = _extra(mods, sinks)
+        if kernel.plan.block_lists:
+            lists = mods.blocks.lists_for(problem.batch, problem.heads_q)
+            extra = extra._replace(block_lists=lists)
+        kernel(Io(q, k, v, result, lse), extra, launch)
     return (result if out is None or out is result else out.copy_(result)), lse
 
 
@@ -228,6 +232,7 @@ def lookup(
         )
         if mods is not NO_MODS:
             key += (mods.keys, *((t.shape, t.device) for t in mods.captured))
+            key += () if mods.blocks is None else mods.blocks.tile
         if sinks is not None:
             key += ("sinks", sinks.shape, sinks.dtype, sinks.device)
         prepared = _prepared.get(key)

@@ -6,13 +6,13 @@ import importlib
 import importlib.util
 import json
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from fa_cute.host.planning import Mods, make_plan
+from fa_cute.host.planning import MOD_NAMES, Mods, make_plan
 from fa_cute.host.target import check_target
 from fa_cute.mods.graph import Captured, Graph, Node
 from fa_cute.mods.trace import Traced
@@ -39,6 +39,7 @@ class Configuration:
     return_lse: bool = False
     sinks: bool = False
     deterministic: bool = False
+    block_lists: bool = False
 
     @classmethod
     def of(cls, plan: Plan) -> Configuration:
@@ -55,8 +56,16 @@ class Configuration:
             raise NotImplementedError(
                 f"direction {self.direction!r}: only 'forward' is there so far"
             )
-        mods = Mods(*(_traced(name, getattr(self, name)) for name in Mods._fields))
-        return make_plan(self._asked(), mods, check_target(self.target)), mods
+        mods = Mods(*(_traced(name, getattr(self, name)) for name in MOD_NAMES))
+        plan = make_plan(self._asked(), mods, check_target(self.target))
+        if not self.block_lists:
+            return plan, mods
+        if mods.mask_mod is None or plan.visits == "ranges":
+            raise ValueError(
+                "block_lists is True, but lists come with a mask_mod without ranges of its own, "
+                "and this has " + ("none" if mods.mask_mod is None else "ranges: leave it out")
+            )
+        return replace(plan, visits="lists"), mods
 
     def _asked(self) -> _Asked:
         return _Asked(
@@ -185,7 +194,7 @@ def _data(name: str, value: Any) -> Any:
 def _value(name: str, value: Any) -> Any:
     if name == "window":
         return tuple(value)
-    if name not in Mods._fields or value is None:
+    if name not in MOD_NAMES or value is None:
         return value
     if isinstance(value, str):
         return find_mod(value)

@@ -84,6 +84,9 @@ class Plan:
     ``score_mod`` is the graph with its derivative.
     ``window`` says whether a left and a right bound exist (their sizes are run-time numbers).
     ``gqa_ratio`` is query heads a key/value head. Dtypes are torch's names ("bfloat16").
+    ``visits`` says where the blocks that a tile of queries visits come from: "bounds" (causal and
+    the window alone: a mask_mod is evaluated on all they leave), "ranges" (those of the mask_mod,
+    computed in the kernel) or "lists" (``Extra.block_lists``).
     """
 
     direction: str
@@ -100,6 +103,7 @@ class Plan:
     deterministic: bool
     target: str
     config: FwdConfig | BwdConfig
+    visits: str = "bounds"
 
     @property
     def width(self) -> int:
@@ -115,6 +119,11 @@ class Plan:
     def _step(self) -> int:
         """A row's swizzle atom and a quad's vectors of O, for each part of a row."""
         return 64 if getattr(self.config, "wide", False) else 32
+
+    @property
+    def block_lists(self) -> bool:
+        """Whether a call brings the lists of ``plan_mask``."""
+        return self.visits == "lists"
 
     def parts(self) -> dict[str, str]:
         """The named parts of the identity, as text that is stable across processes and machines."""
@@ -197,19 +206,34 @@ class PostprocessIo(NamedTuple):
     dq: Any
 
 
+class BlockLists(NamedTuple):
+    """The kept blocks of keys of each tile of queries; all int32, with any strides.
+
+    Tile t of batch b and query head h keeps ``entries[begin[b, h, t] : end[b, h, t]]``, each
+    ``2 * block + full``, from the last block to the first; a full block needs no mask. ``order``
+    numbers the tiles of a head from the shortest list to the longest.
+    """
+
+    begin: Any
+    end: Any
+    order: Any
+    entries: Any
+
+
 class Extra(NamedTuple):
     """What some plans need beside ``Io``; a member that a plan lacks is None: no part of the call.
 
     ``captured`` holds the mods' captured tensors (score_mod's, then mask_mod's), ``scalars`` their
-    captured 0-d CPU tensors as Python numbers, in the same order. ``sinks`` is ``(Hq,)`` float32.
-    ``gradients``, of a backward: float32 tensors like the captured ones that get one, to be added
-    to.
+    captured 0-d CPU tensors as Python numbers, in the same order. ``sinks`` is ``(Hq,)`` float32,
+    ``block_lists`` a ``BlockLists`` for the tile of the plan. ``gradients``, of a backward: float32
+    tensors like the captured ones that get one, to be added to.
     """
 
     captured: Any = None
     scalars: Any = None
     sinks: Any = None
     gradients: Any = None
+    block_lists: Any = None
 
 
 class Launch(NamedTuple):

@@ -106,17 +106,20 @@ class Ring:
         self.index = cutlass.select_(wraps, Int32(0), following)
 
     @contextmanager
-    def fill(self) -> Iterator[Slot]:
+    def fill(self, note: tuple[cute.Tensor, Int32] | None = None) -> Iterator[Slot]:
         """Producer: wait until the next slot is free and hand it out.
 
         Where TMA fills it, its bytes are announced first, and the copies made inside complete on
-        ``slot.barrier``. Where the warp writes it, lane 0 must do so: it arrives for the writes
+        ``slot.barrier``. ``note``: words in shared memory, one a stage, and the word to leave there
+        with the slot. Where the warp writes a slot, lane 0 must do so: it arrives for the writes
         when the block ends.
         """
         full, empty = (self._at(barriers) for barriers in self.barriers)
         cute.arch.mbarrier_wait(empty, self.phase)
         if self.spec.tx_bytes:
             with cute.arch.elect_one():
+                if note is not None:
+                    note[0][self.index] = note[1]  # this thread's own arrival releases it
                 cute.arch.mbarrier_arrive_and_expect_tx(full, self.spec.tx_bytes)
         yield Slot(self.index, full, None)
         if not self.spec.tx_bytes:
@@ -127,7 +130,7 @@ class Ring:
         """Consumer: wait for the next slot; it must be released exactly once."""
         full, empty = self.barriers
         cute.arch.mbarrier_wait(self._at(full), self.phase)
-        by_lanes = not self.spec.tx_bytes
+        by_lanes = self.spec.noted or not self.spec.tx_bytes
         slot = Slot(self.index, self._at(full), self._at(empty), read_by_lanes=by_lanes)
         self.slots.append(slot)
         self._advance()

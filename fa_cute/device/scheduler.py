@@ -77,10 +77,13 @@ def section_of(head_bytes: Int32, ratio: int) -> Int32:
 
 
 @cute.jit
-def draw(tiles: Tiles, counter: cute.Tensor, ctas: Int32, target: cute.Tensor) -> Int32:
+def draw(
+    tiles: Tiles, counter: cute.Tensor, ctas: Int32, target: cute.Tensor, beside: tuple
+) -> Int32:
     """The next tile of this CTA, ``>= count`` when none is left: for all lanes of the warp.
 
-    Lane 0 draws it, and writes it to ``target`` (1,) for the consumers.
+    Lane 0 draws it, and writes it for the consumers to ``target`` (1 + len(beside),), the words
+    ``beside`` after it.
     """
     drawn = Int32(0)
     if cute.arch.lane_idx() == 0:
@@ -88,4 +91,6 @@ def draw(tiles: Tiles, counter: cute.Tensor, ctas: Int32, target: cute.Tensor) -
         if drawn == tiles.count - 1:
             counter[0] = 0
         target[0] = drawn + ctas
+        for i in cutlass.range_constexpr(len(beside)):
+            target[i + 1] = beside[i]
     return cute.arch.shuffle_sync(drawn, 0) + ctas

@@ -82,9 +82,12 @@ def exponentiate(s: cute.Tensor, state: RowState, c: Float32, *, first: bool) ->
     for r in range(FRAGMENT_ROWS):
         top = _across_quad(tops[r], cute.arch.fmax)
         maximum = top if first else cute.arch.fmax(state.maximum[r], top)
-        shift = cutlass.select_(maximum == -Float32.inf, Float32(0.0), -maximum * c)
+        finite = cutlass.select_(maximum == -Float32.inf, Float32(0.0), maximum)
+        shift = -finite * c
         if not first:
-            state.scale[r] = exp2(cute.math.fma(state.maximum[r], c, shift))
+            # The difference first: a block that raises nothing then scales by exactly 1, so that
+            # leaving out a hidden block changes no bit.
+            state.scale[r] = exp2((state.maximum[r] - finite) * c)
         state.maximum[r] = maximum
         shifts.append(shift)
     shift, factor = by_row(shifts), by_row([c, c])

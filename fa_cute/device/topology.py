@@ -41,7 +41,8 @@ class Role:
 class RingSpec:
     """A staged buffer: TMA fills ``tx_bytes`` a stage (0: the producer warp writes it itself).
 
-    One arrival a consumer warp empties it.
+    One arrival a consumer warp empties it. ``noted``: the producer leaves a word with each slot,
+    which lanes of the consumers read.
     """
 
     name: str
@@ -50,6 +51,7 @@ class RingSpec:
     producer: str
     consumer: str
     why: str
+    noted: bool = False
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,7 @@ from fa_cute.mods.intervals import (
     region,
 )
 from fa_cute.mods.trace import Traced, trace_mask_mod
+from fa_cute.plan import BlockLists as KernelLists
 
 FAN = 8
 # Tiles classified at once, and elements evaluated at once: what bounds the working memory.
@@ -77,6 +78,7 @@ class MaskBlocks:
     by_key: BlockLists
     evaluated: bool
     _counts: list[TileCounts] = field(default_factory=list, repr=False)
+    _lists: dict[tuple[int, int], KernelLists] = field(default_factory=dict, repr=False)
 
     def __call__(self, b: Any, h: Any, q: Any, kv: Any) -> Any:
         return self.mask_mod(b, h, q, kv)
@@ -90,6 +92,21 @@ class MaskBlocks:
     def key_tiles(self) -> int:
         """Blocks of keys a head."""
         return -(-self.extents.seqlen_k // self.tile[1])
+
+    def lists_for(self, batch: int, heads: int) -> KernelLists:
+        """The lists of ``by_query`` as a kernel reads them, for a call of these sizes."""
+        found = self._lists.get((batch, heads))
+        if found is None:
+            found = self._lists[batch, heads] = self._expanded(batch, heads)
+        return found
+
+    def _expanded(self, batch: int, heads: int) -> KernelLists:
+        offsets = self.by_query.offsets
+        shape = (self.batch, self.heads, self.query_tiles)
+        order = offsets.diff().view(shape).argsort(-1, stable=True).int()
+        tables = (offsets[:-1].view(shape), offsets[1:].view(shape), order)
+        tables = (table.expand(batch, heads, -1) for table in tables)
+        return KernelLists(*tables, self.by_query.entries)
 
     def counts(self) -> TileCounts:
         """How many tiles are empty, partial and full; waits for the device the first time."""

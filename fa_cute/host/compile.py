@@ -31,6 +31,7 @@ from fa_cute.plan import (
     FORWARD,
     POSTPROCESS,
     PREPROCESS,
+    BlockLists,
     BwdIo,
     Extra,
     Io,
@@ -43,8 +44,8 @@ from fa_cute.plan import (
 ABI = "1"
 # What a kernel is made from; nothing else in the package can change one for a given plan.
 SOURCES = (
-    *("device", "kernels", "mods/graph.py", "mods/derived.py", "plan.py", "spans.py"),
-    "host/compile.py",
+    *("device", "kernels", "mods/affine.py", "mods/derived.py", "mods/graph.py", "mods/ranges.py"),
+    *("plan.py", "spans.py", "host/compile.py"),
 )
 COMPILER = "nvidia-cutlass-dsl"
 LINKERS = ("cc", "gcc", "clang", "ld", "ld.lld")
@@ -302,6 +303,7 @@ def _fake_arguments(plan: Plan) -> tuple[Any, Extra, Launch]:
             scalars or None,
             _fake_sinks() if plan.sinks else None,
             _fake_gradients(plan.score_mod),
+            _fake_lists() if plan.block_lists else None,
         ),
         Launch(Float32(0), Int32(0), Int32(0), Int32(0), _fake_counter()),
     )
@@ -367,6 +369,11 @@ def _fake_sinks() -> Any:
     return make_fake_tensor(
         _element("float32"), (cute.sym_int(),), (cute.sym_int64(),), assumed_align=4
     )
+
+
+def _fake_lists() -> BlockLists:
+    """begin, end and order (B, Hq, tiles of queries), entries (n,): int32, any strides."""
+    return BlockLists(*(_fake_captured(Captured("int32", rank)) for rank in (3, 3, 3, 1)))
 
 
 def _fake_counter() -> Any:

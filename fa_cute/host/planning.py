@@ -8,25 +8,36 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from fa_cute.host import configs
-from fa_cute.plan import Plan
+from fa_cute.mods.affine import ranges_of
+from fa_cute.plan import FwdConfig, Plan
 
 if TYPE_CHECKING:
+    from fa_cute.host.blocks import MaskBlocks
     from fa_cute.host.problem import Problem
     from fa_cute.mods.trace import Traced
 
 SUPPORTED_TARGETS = ("sm_90a",)
+MOD_NAMES = ("score_mod", "mask_mod")
 
 
 class Mods(NamedTuple):
-    """The traced mods of a call; None where there is none."""
+    """The traced mods of a call; None where there is none. ``blocks``: a mask that was planned."""
 
     score_mod: Traced | None = None
     mask_mod: Traced | None = None
+    blocks: MaskBlocks | None = None
 
     @classmethod
-    def of(cls, score_mod: Callable | None, mask_mod: Callable | None) -> Mods:
-        """Trace both functions; TypeError for what is not callable."""
+    def of(cls, score_mod: Callable | None, mask_mod: Callable | MaskBlocks | None) -> Mods:
+        """Trace both functions; TypeError for what is not callable.
+
+        A ``MaskBlocks`` is taken as it was traced when it was planned: its lists are of that graph.
+        """
+        from fa_cute.host.blocks import MaskBlocks
         from fa_cute.mods.trace import trace_mask_mod, trace_score_mod
+
+        if isinstance(mask_mod, MaskBlocks):
+            return cls.of(score_mod, None)._replace(mask_mod=mask_mod.traced, blocks=mask_mod)
 
         for name, mod in (("score_mod", score_mod), ("mask_mod", mask_mod)):
             if mod is not None and not callable(mod):
@@ -38,28 +49,28 @@ class Mods(NamedTuple):
 
     def present(self) -> Iterator[tuple[str, Traced]]:
         """(name, traced) of the mods that are there: score_mod first, as the kernel takes them."""
-        for name, traced in zip(self._fields, self, strict=True):
+        for name, traced in zip(MOD_NAMES, self[:2], strict=True):
             if traced is not None:
                 yield name, traced
 
     @property
     def keys(self) -> tuple[str | None, str | None]:
         """The graphs' digests, None for a mod that is not there."""
-        score_mod, mask_mod = self
+        score_mod, mask_mod, _ = self
         first = None if score_mod is None else score_mod.graph.key
         return first, None if mask_mod is None else mask_mod.graph.key
 
     @property
     def captured(self) -> tuple[torch.Tensor, ...]:
         """Captured tensors: score_mod's, then mask_mod's."""
-        score_mod, mask_mod = self
+        score_mod, mask_mod, _ = self
         first = () if score_mod is None else score_mod.captured
         return first if mask_mod is None else first + mask_mod.captured
 
     @property
     def scalars(self) -> tuple[Any, ...]:
         """Captured 0-d CPU tensors as numbers: score_mod's, then mask_mod's."""
-        score_mod, mask_mod = self
+        score_mod, mask_mod, _ = self
         first = () if score_mod is None else score_mod.scalars
         return first if mask_mod is None else first + mask_mod.scalars
 
@@ -78,7 +89,7 @@ def make_plan(problem: Problem, mods: Mods, target: str) -> Plan:
             f"fa_cute has kernels for {', '.join(SUPPORTED_TARGETS)} (Hopper), not for {target} "
             f"of {problem.device}; CPU tensors run anywhere, through fa_cute.attention on q.cpu()"
         )
-    score_mod, mask_mod = (None if traced is None else traced.graph for traced in mods)
+    score_mod, mask_mod = (None if traced is None else traced.graph for traced in mods[:2])
     window = tuple(bound is not None for bound in problem.window)
     dtype = str(problem.dtype).removeprefix("torch.")
     config = configs.fwd_sm90(
@@ -103,4 +114,15 @@ def make_plan(problem: Problem, mods: Mods, target: str) -> Plan:
         deterministic=False,
         target=target,
         config=config,
+        visits=_visits(mods, config),
     )
+
+
+def _visits(mods: Mods, config: FwdConfig) -> str:
+    """Where the visited blocks come from; lists of another tile than the kernel's are not read."""
+    if mods.mask_mod is None:
+        return "bounds"
+    if ranges_of(mods.mask_mod.graph) is not None:
+        return "ranges"
+    listed = mods.blocks is not None and mods.blocks.tile == (config.tile_m, config.tile_n)
+    return "lists" if listed else "bounds"

@@ -11,7 +11,9 @@ is on the exponentials:
                           a turn passes when its bracket has been issued
 
 Roles and rings are the tables of ``topology`` below. Blocks of keys are visited from the last to
-the first (``spans.kv_spans``): one peeled block with every mask, then spans, each a traced body.
+the first: one peeled block with every mask, then, by bounds alone (``spans.kv_spans``), spans, each
+a traced body; under a mask with ranges or lists (``device/visits.py``) one body in which a branch
+leaves the masks out of whole blocks: the producer names the block with its slot of K.
 Order on a score: scale, score_mod, bounds (length, causal, window), mask_mod, softmax.
 """
 
@@ -30,12 +32,17 @@ from fa_cute.device.operand import Reuse, TmaOperand, loader, tma_operand
 from fa_cute.device.ring import Turns
 from fa_cute.device.scheduler import Place, Tiles, draw, section_of
 from fa_cute.device.topology import WARPGROUP, RingSpec, Role, Topology
+from fa_cute.device.visits import ListVisits, RangeVisits, SpanVisits, Visit, inputs_of
+from fa_cute.mods.affine import input_graphs, ranges_of
 from fa_cute.plan import Extra, Io, Launch, Plan
 from fa_cute.spans import Arithmetic, Bounds, KvSpans, kv_spans
 
 DTYPES = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16}
 TURNS = 1  # the first named barrier of the turns; 0 is the CTA's own
 NEXT_STAGES = 2
+# Words of a tile's header: the number of the tile after it; under a mask also its own number of
+# visits, and which tile of queries it is.
+HEADER = ("following", "count", "block")
 
 
 def topology(plan: Plan) -> Topology:
@@ -44,23 +51,25 @@ def topology(plan: Plan) -> Topology:
     q_bytes = c.tile_m * plan.width * 2
     k_bytes = c.tile_n * plan.width * 2
     v_bytes = c.tile_n * plan.width_v * 2
+    noted = plan.visits != "bounds"
     return Topology(
         roles=(
             Role("load", 1, c.producer_registers, 1, "draws tiles; TMA loads of Q, K and V"),
             Role("math", c.consumers, c.consumer_registers, 4, "wgmma, softmax, stores"),
         ),
         rings=(
-            RingSpec("next", NEXT_STAGES, 0, "load", "math", "the tile after this one"),
+            RingSpec("next", NEXT_STAGES, 0, "load", "math", "the tile's header"),
             RingSpec("q", c.q_stages, q_bytes, "load", "math", "freed after the tile's last S"),
-            RingSpec("k", c.kv_stages, k_bytes, "load", "math", "freed when S is there"),
+            RingSpec("k", c.kv_stages, k_bytes, "load", "math", "freed when S is there", noted),
             RingSpec("v", c.kv_stages, v_bytes, "load", "math", "freed when P V is there"),
         ),
     )
 
 
 class Buffers(NamedTuple):
-    """Shared memory: q (tile_m, D, stages), k (tile_n, D, ·), v (tile_n, Dv, ·), next (stages,).
+    """Shared memory: q (tile_m, D, stages), k (tile_n, D, ·), v (tile_n, Dv, ·).
 
+    ``next``: headers (words, stages). ``notes``: the visits' words (stages of K,), or None.
     ``scratch``: 32-bit words of the mods' diagonals, one part a consumer warpgroup, or None.
     """
 
@@ -68,6 +77,7 @@ class Buffers(NamedTuple):
     k: cute.Tensor
     v: cute.Tensor
     next: cute.Tensor
+    notes: cute.Tensor | None
     scratch: Any
 
 
@@ -131,6 +141,7 @@ class Sweep:
     mods: Mods
     work: Work
     q: Any
+    notes: cute.Tensor | None
 
 
 class FwdSm90:
@@ -141,7 +152,8 @@ class FwdSm90:
         self.topology = topology(plan)
         self.turns = Turns(TURNS, plan.config.consumers if plan.config.ping_pong else 1)
         self.dtype = DTYPES[plan.dtype]
-        self.longest_first = plan.causal or any(plan.window)
+        self.noted = plan.visits != "bounds"
+        self.longest_first = plan.causal or any(plan.window) or self.noted
         graphs = (plan.score_mod, plan.mask_mod)
         self.fragment = mma_sm90.fragment(plan.config.tile_n)
         self.scratch_words = [score.scratch_words(graph, self.fragment) for graph in graphs]
@@ -222,7 +234,10 @@ class FwdSm90:
             name: (self.dtype, cute.cosize(layout))
             for name, layout in zip("qkv", x.layouts, strict=True)
         }
-        sizes["next"] = (Int32, NEXT_STAGES)
+        words_of = cute.make_layout((len(HEADER) if self.noted else 1, NEXT_STAGES))
+        sizes["next"] = (Int32, cute.size(words_of))
+        if self.noted:
+            sizes["notes"] = (Int32, self.config.kv_stages)
         words = sum(self.scratch_words)
         if words:
             sizes["scratch"] = (Int32, words * self.config.consumers)
@@ -231,14 +246,44 @@ class FwdSm90:
             getattr(storage, name).get_tensor(layout.outer, swizzle=layout.inner)
             for name, layout in zip("qkv", x.layouts, strict=True)
         )
-        following = storage.next.get_tensor(cute.make_layout(NEXT_STAGES))
-        return storage, Buffers(q, k, v, following, storage.scratch.data_ptr() if words else None)
+        following, notes = storage.next.get_tensor(words_of), None
+        if self.noted:
+            notes = storage.notes.get_tensor(cute.make_layout(self.config.kv_stages))
+        scratch = storage.scratch.data_ptr() if words else None
+        return storage, Buffers(q, k, v, following, notes, scratch)
 
     def spans(self, x: Operands, place: Place) -> KvSpans:
-        """The KV blocks of a tile: the same for the producer and for every consumer."""
+        """The KV blocks that causal and the window leave a tile: the same for every role."""
         first = place.block * self.config.tile_m
         arithmetic = Arithmetic(cutlass.min, cutlass.max)
         return kv_spans(x.bounds, first, first + self.config.tile_m, self.config.tile_n, arithmetic)
+
+    def visits(self, x: Operands, place: Place) -> Any:
+        """What the producer loads for a tile: a provider of ``device/visits.py``."""
+        plan, c = self.plan, self.config
+        spans = self.spans(x, place)
+        within = spans if plan.causal or any(plan.window) else None
+        if plan.visits == "lists":
+            at = place.batch, place.head, place.block
+            return ListVisits.of(x.extra.block_lists, at, within)
+        if plan.visits == "ranges":
+            extra = x.extra or Extra()
+            graphs = (plan.score_mod, plan.mask_mod)
+            _, given = score.deal(graphs, extra.captured, extra.scalars)
+            inputs = inputs_of(input_graphs(plan.mask_mod), given, place.batch, place.head)
+            tile = place.block * c.tile_m, (place.block + 1) * c.tile_m
+            lengths = x.bounds.seqlen_q, x.bounds.seqlen_k
+            ranges = ranges_of(plan.mask_mod)
+            return RangeVisits.of(ranges, inputs, (tile, lengths), c.tile_n, within)
+        return SpanVisits(spans.last, spans.end - spans.begin)
+
+    def place(self, x: Operands, tile: Int32) -> Place:
+        """The place of tile number ``tile``; with lists, the longest of each head come first."""
+        place = x.tiles.place(tile, self.longest_first)
+        if self.plan.visits != "lists":
+            return place
+        order = x.extra.block_lists.order
+        return place._replace(block=order[place.batch, place.head, place.block])
 
     @cute.jit
     def load(self, x: Operands, rings, buffers: Buffers):
@@ -246,29 +291,36 @@ class FwdSm90:
             cpasync.prefetch_descriptor(operand.atom)
         tile, ctas = Int32(cute.arch.block_idx()[0]), cute.arch.grid_dim()[0]
         while tile < x.tiles.count:
-            place = x.tiles.place(tile, self.longest_first)
-            spans = self.spans(x, place)
+            place = self.place(x, tile)
+            visits = self.visits(x, place)
             # Drawn before this tile's loads: the atomic's microsecond passes under them.
-            with rings.next.fill() as following:
-                target = cute.local_tile(buffers.next, (1,), (following.index,))
-                tile = draw(x.tiles, x.counter, ctas, target)
-            if spans.begin < spans.end:
+            with rings.next.fill() as header:
+                own = (visits.count, place.block) if const_expr(self.noted) else ()
+                tile = draw(x.tiles, x.counter, ctas, buffers.next[None, header.index], own)
+            if visits.count > 0:
                 kv_head = place.head // self.plan.gqa_ratio
                 load_q = loader(x.q, buffers.q, place.head, place.batch, Reuse.ONCE)
                 load_k = loader(x.k, buffers.k, kv_head, place.batch, Reuse.OFTEN)
                 load_v = loader(x.v, buffers.v, kv_head, place.batch, Reuse.OFTEN)
-                with rings.k.fill() as first:
-                    load_k(spans.last, first)
+                visit = visits.at(Int32(0))
+                with rings.k.fill(self.note(buffers, visit)) as first:
+                    load_k(visit.block, first)
                 with rings.q.fill() as only:
                     load_q(place.block, only)
-                for i in cutlass.range(spans.last - spans.begin, unroll=1):
-                    block = spans.last - i
-                    with rings.k.fill() as k:
-                        load_k(block - 1, k)
+                block = visit.block
+                for i in cutlass.range(1, visits.count, unroll=1):
+                    following = visits.at(i)
+                    with rings.k.fill(self.note(buffers, following)) as k:
+                        load_k(following.block, k)
                     with rings.v.fill() as v:
                         load_v(block, v)
+                    block = following.block
                 with rings.v.fill() as last:
-                    load_v(spans.begin, last)
+                    load_v(block, last)
+
+    def note(self, buffers: Buffers, visit: Visit) -> Any:
+        """What the producer leaves with a slot of K, for ``Ring.fill``."""
+        return (buffers.notes, visit.word()) if self.noted else None
 
     @cute.jit
     def math(self, x: Operands, rings, buffers: Buffers):
@@ -279,20 +331,28 @@ class FwdSm90:
         tile = Int32(cute.arch.block_idx()[0])
         while tile < x.tiles.count:
             place = x.tiles.place(tile, self.longest_first)
-            spans = self.spans(x, place)
+            if const_expr(self.noted):
+                with rings.next.drain() as header:
+                    tile, count, block = (buffers.next[i, header.index] for i in range(3))
+                place = place._replace(block=block)
+                walk = count
+            else:
+                walk = self.spans(x, place)
+                count = walk.end - walk.begin
             row = place.block * self.config.tile_m + group * mma_sm90.ROWS
             sink = x.extra.sinks[place.head] if const_expr(self.plan.sinks) else None
             work = Work(place, group, thread, row + mma_sm90.row_of(thread), sink)
-            if spans.begin < spans.end:
+            if count > 0:
                 rows = Mods(*(self.enter(mod, place, row) for mod in mods))
-                rings = self.attend(x, rings, buffers, (work, rows), spans)
+                rings = self.attend(x, rings, buffers, (work, rows), walk)
             else:
                 o = cute.make_rmem_tensor(self.plan.width_v // 2, Float32)
                 o.fill(0.0)
                 log = -Float32.inf if const_expr(sink is None) else sink
                 self.store(x, work, o, [log] * mma_sm90.FRAGMENT_ROWS)
-            with rings.next.drain() as following:
-                tile = buffers.next[following.index]
+            if const_expr(not self.noted):
+                with rings.next.drain() as header:
+                    tile = buffers.next[0, header.index]
 
     def modifiers(self, x: Operands, buffers: Buffers, group: Int32) -> Mods:
         """The plan's mods for this warpgroup, with its part of the scratch and its own barrier."""
@@ -318,31 +378,38 @@ class FwdSm90:
         return mod and mod.tile(place.batch, place.head).rows(row)
 
     @cute.jit
-    def attend(self, x: Operands, rings, buffers: Buffers, share: tuple, spans: KvSpans):
-        """One tile that sees something: the peeled first block, the spans, the last P V."""
+    def attend(self, x: Operands, rings, buffers: Buffers, share: tuple, walk: Any):
+        """One tile that sees something: the peeled first block, the others, the last P V.
+
+        ``walk`` is the tile's KvSpans; where the producer's notes name the blocks, their number.
+        """
         work, mods = share
         f = self.fragments(x, buffers, work.warpgroup)
         state = softmax.RowState()
         limit = mask.limits(x.bounds, work.row, 2 * (work.thread % 4))
         f.o.fill(0.0)
         q = rings.q.take()
-        body = Sweep(x, f, state, limit, mods, work, q)
+        body = Sweep(x, f, state, limit, mods, work, q, buffers.notes)
         k = rings.k.take()
         s = self.issue_scores(body, k)
-        blocks = self.enter_block(mods, spans.last)
+        block = Visit.of(buffers.notes[k.index]).block if const_expr(self.noted) else walk.last
+        blocks = self.enter_block(mods, block)
         warpgroup.wait_group(0)
         k.release()
-        self.modify(body, blocks, s, spans.last, True)
+        self.modify(body, blocks, s, block, True)
         s_view = mma_sm90.rows_and_columns(s)
         softmax.exponentiate(s_view, state, self.exponent(body), first=True)
         mma_sm90.convert(s, f.p)
         softmax.add_up(s_view, state, first=True)
-        # Without a right bound the peeled block is the only edge there.
-        if const_expr(x.bounds.right is not None):
-            rings = self.sweep(body, rings, spans.middle_end, spans.last, True)
-        rings = self.sweep(body, rings, spans.middle_begin, spans.middle_end, False)
-        if const_expr(x.bounds.left is not None):
-            rings = self.sweep(body, rings, spans.begin, spans.middle_begin, True)
+        if const_expr(self.noted):
+            rings = self.follow(body, rings, walk - 1)
+        else:
+            # Without a right bound the peeled block is the only edge there.
+            if const_expr(x.bounds.right is not None):
+                rings = self.sweep(body, rings, walk.middle_end, walk.last, True)
+            rings = self.sweep(body, rings, walk.middle_begin, walk.middle_end, False)
+            if const_expr(x.bounds.left is not None):
+                rings = self.sweep(body, rings, walk.begin, walk.middle_begin, True)
         q.release()
         v = rings.v.take()
         mma_sm90.gemm(x.pv, f.o, f.p, f.v[None, None, None, v.index], clear=False)
@@ -354,27 +421,51 @@ class FwdSm90:
 
     @cute.jit
     def sweep(self, body: Sweep, rings, begin: Int32, end: Int32, edge: cutlass.Constexpr):
-        """Blocks ``end - 1`` down to ``begin``: S of this one, P V of the one before, then exp."""
-        x, f, state = body.x, body.f, body.state
+        """Blocks ``end - 1`` down to ``begin``."""
         for i in cutlass.range(end - begin, unroll=1):
-            k = rings.k.take()
-            self.turns.wait(body.work.warpgroup)
-            s = self.issue_scores(body, k)
-            v = rings.v.take()
-            mma_sm90.gemm(x.pv, f.o, f.p, f.v[None, None, None, v.index], clear=False)
-            self.turns.give(body.work.warpgroup)
-            blocks = self.enter_block(body.mods, end - 1 - i)
-            warpgroup.wait_group(1)
-            k.release()
-            self.modify(body, blocks, s, end - 1 - i, edge)
-            s_view = mma_sm90.rows_and_columns(s)
-            softmax.exponentiate(s_view, state, self.exponent(body), first=False)
-            warpgroup.wait_group(0)
-            v.release()
-            # P first: the next S and P V wait for it, and for nothing below.
-            mma_sm90.convert(s, f.p)
-            softmax.rescale(mma_sm90.rows_and_columns(f.o), state)
-            softmax.add_up(s_view, state, first=False)
+            rings = self.step(body, rings, end - 1 - i, edge)
+        return rings
+
+    @cute.jit
+    def follow(self, body: Sweep, rings, count: Int32):
+        """The next ``count`` blocks, as the producer's notes name them."""
+        for _ in cutlass.range(count, unroll=1):
+            rings = self.step(body, rings, None, None)
+        return rings
+
+    @cute.jit
+    def step(self, body: Sweep, rings, block, edge: cutlass.Constexpr):
+        """One block: its S, P V of the one before, then exp.
+
+        ``edge``: it needs the bounds. None: K's note says which block it is and what it needs.
+        """
+        x, f, state = body.x, body.f, body.state
+        k = rings.k.take()
+        self.turns.wait(body.work.warpgroup)
+        s = self.issue_scores(body, k)
+        v = rings.v.take()
+        mma_sm90.gemm(x.pv, f.o, f.p, f.v[None, None, None, v.index], clear=False)
+        self.turns.give(body.work.warpgroup)
+        if const_expr(edge is None):
+            visit = Visit.of(body.notes[k.index])
+            blocks = self.enter_block(body.mods._replace(mask=None), visit.block)
+        else:
+            blocks = self.enter_block(body.mods, block)
+        warpgroup.wait_group(1)
+        k.release()
+        if const_expr(edge is None):
+            self.modify(body, blocks, s, visit.block, False)
+            self.restrict(body, s, visit)
+        else:
+            self.modify(body, blocks, s, block, edge)
+        s_view = mma_sm90.rows_and_columns(s)
+        softmax.exponentiate(s_view, state, self.exponent(body), first=False)
+        warpgroup.wait_group(0)
+        v.release()
+        # P first: the next S and P V wait for it, and for nothing below.
+        mma_sm90.convert(s, f.p)
+        softmax.rescale(mma_sm90.rows_and_columns(f.o), state)
+        softmax.add_up(s_view, state, first=False)
         return rings
 
     def enter_block(self, mods: Mods, block: Int32) -> Mods:
@@ -391,6 +482,14 @@ class FwdSm90:
             mask.apply(s_view, body.limit, block * self.config.tile_n)
         if blocks.mask is not None:
             blocks.mask.hide(s_view)
+
+    @cute.jit
+    def restrict(self, body: Sweep, s: cute.Tensor, visit: Visit):
+        """The bounds and mask_mod on S in place, unless the block is whole."""
+        if visit.whole == 0:
+            mods = Mods(None, body.mods.mask)
+            cut = const_expr(self.plan.causal or any(self.plan.window))
+            self.modify(body, self.enter_block(mods, visit.block), s, visit.block, cut)
 
     def exponent(self, body: Sweep) -> Float32:
         """c, what a score is multiplied with to become an exponent of 2."""

@@ -9,13 +9,16 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 import fa_cute
 from fa_cute import variants
+from fa_cute.host.compile import compiled
+from fa_cute.mods.affine import ranges_of
+from fa_cute.mods.trace import trace_mask_mod
 
 from . import modifiers
 from .modifiers import Builder, Shape
@@ -26,7 +29,8 @@ class Configuration:
     """The static facts of one kernel: the keyword arguments of ``fa_cute.compile``.
 
     ``approximation`` is the error of a score that the mod's own hardware operations may add
-    (tanh.approx: 2^-10.9 of the cap).
+    (tanh.approx: 2^-10.9 of the cap). ``everywhere``: the mask is evaluated on every block, which
+    no call asks for; the tests compare with it.
     """
 
     head_dim: int = 128
@@ -39,6 +43,8 @@ class Configuration:
     approximation: float = 0.0
     head_dim_v: int | None = None
     sinks: bool = False
+    block_lists: bool = False
+    everywhere: bool = False
 
     @property
     def width_v(self) -> int:
@@ -56,7 +62,7 @@ class Configuration:
 
     def compile(self, target: str = "sm_90a") -> Any:
         """The kernel, from memory, disk or the compiler."""
-        return fa_cute.compile(
+        kernel = fa_cute.compile(
             head_dim=self.head_dim,
             head_dim_v=self.head_dim_v,
             dtype=self.torch_dtype,
@@ -65,9 +71,11 @@ class Configuration:
             window=self.window,
             return_lse=self.return_lse,
             sinks=self.sinks,
+            block_lists=self.block_lists,
             target=target,
             **self.modifiers(torch.device("meta"), Shape()),
         )
+        return compiled(replace(kernel.plan, visits="bounds")) if self.everywhere else kernel
 
 
 C = Configuration
@@ -170,12 +178,39 @@ SINKS: dict[str, Configuration] = {
     "64-alibi": C(64, causal=True, ratio=4, mods=modifiers.alibi, sinks=True),
     "without lse": C(64, ratio=4, return_lse=False, sinks=True),
 }
+# Masks whose blocks the kernel leaves out: by ranges, or by lists.
+MASKS: dict[str, Configuration] = {
+    "cutoffs": C(mods=modifiers.cutoffs, ratio=4),
+    "cutoffs-causal": C(mods=modifiers.cutoffs, causal=True),
+    "cutoffs-window": C(64, mods=modifiers.cutoffs, window=(True, True), dtype="float16"),
+    "ends": C(mods=modifiers.ends),
+    "ends-sinks": C(64, mods=modifiers.ends, sinks=True),
+    "late": C(mods=modifiers.late),
+    "late-256": C(256, mods=modifiers.late),
+    "scattered": C(mods=modifiers.scattered, ratio=4, block_lists=True),
+    "scattered-causal": C(mods=modifiers.scattered, causal=True, block_lists=True),
+    "scattered-window": C(64, mods=modifiers.scattered, window=(True, True), block_lists=True),
+    "scattered-left": C(mods=modifiers.scattered, window=(True, False), block_lists=True),
+    "biased": C(mods=modifiers.biased, block_lists=True),
+    "biased-ranges": C(mods=modifiers.biased_ranges, ratio=3),
+}
 
 
 def variant(name: str) -> Configuration:
     """The configuration of a variant in ``fa_cute.variants.ALL``; ``Shape().heads`` query heads."""
     # tanh.approx under the default cap of 50: 50 * 2^-10.9.
     return C(mods=variants.ALL[name].build, approximation=0.03)
+
+
+def masks() -> dict[str, Configuration]:
+    """``MASKS`` and every mask in ``fa_cute.variants``, planned where it has no ranges."""
+    found = dict(MASKS)
+    for name, member in variants.ALL.items():
+        if member.kind == "mask_mod":
+            (mask_mod,) = member.build("meta", variants.Shape()).values()
+            ranges = ranges_of(trace_mask_mod(mask_mod).graph)
+            found[name] = replace(variant(name), block_lists=ranges is None)
+    return found
 
 
 def everything() -> Iterator[tuple[str, Configuration]]:
@@ -191,6 +226,8 @@ def everything() -> Iterator[tuple[str, Configuration]]:
         "wide mods": WIDE_MODS,
         "sinks": SINKS,
         "variants": {name: variant(name) for name in variants.ALL},
+        "masks": masks(),
+        "masks everywhere": {name: replace(c, everywhere=True) for name, c in masks().items()},
     }
     for group, members in groups.items():
         for name, configuration in members.items():

@@ -168,3 +168,51 @@ def slope(c: float) -> Builder:
         return {"score_mod": lambda score, b, h, q, kv: score + c * kv}
 
     return build
+
+
+def cutoffs(device: torch.device, shape: Shape) -> Mods:
+    """Ranges with a number of the batch and one of the head, and a few global keys."""
+    cutoff = shape.seqlen_k * (torch.arange(shape.batch, device=device) + 1) // (shape.batch + 1)
+    reach = 20 + 90 * torch.arange(shape.heads, device=device)
+
+    def mask_mod(b, h, q, kv):
+        return ((kv < cutoff[b]) & (q - kv <= reach[h])) | (kv < 3)
+
+    return {"mask_mod": mask_mod}
+
+
+def ends(device: torch.device, shape: Shape) -> Mods:
+    """The first keys and the last: everything between is empty."""
+    last = shape.seqlen_k - 5
+    end = torch.full((shape.batch,), last, device=device, dtype=torch.int32)
+    return {"mask_mod": lambda b, h, q, kv: (kv < 3) | (kv >= end[b])}
+
+
+def late(device: torch.device, shape: Shape) -> Mods:
+    """The first 300 queries and the odd ones see nothing."""
+    return {"mask_mod": lambda b, h, q, kv: (q >= 300) & (q % 2 == 0) & (kv + 300 <= q)}
+
+
+def scattered(device: torch.device, shape: Shape) -> Mods:
+    """Some blocks of 300 x 280 a head, some of them by halves; head 0 sees nothing at all."""
+    sizes = (shape.heads, shape.seqlen_q // 300 + 1, shape.seqlen_k // 280 + 1)
+    count = sizes[0] * sizes[1] * sizes[2]
+    number = torch.arange(count, device=device).view(sizes)
+    table = (number * 40503 % 65536 // 64 % 3 == 0) & (number >= sizes[1] * sizes[2])
+    half = number % 2 == 0
+
+    def mask_mod(b, h, q, kv):
+        row, column = q // 300, kv // 280
+        return table[h, row, column] & (half[h, row, column] | (kv % 2 == b % 2))
+
+    return {"mask_mod": mask_mod}
+
+
+def biased(device: torch.device, shape: Shape) -> Mods:
+    """A score_mod with a captured tensor beside scattered blocks."""
+    return alibi(device, shape) | scattered(device, shape)
+
+
+def biased_ranges(device: torch.device, shape: Shape) -> Mods:
+    """A score_mod with a captured tensor beside ranges that have captured numbers."""
+    return alibi(device, shape) | cutoffs(device, shape)

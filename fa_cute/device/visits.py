@@ -1,0 +1,200 @@
+"""Which blocks of keys a tile of queries visits under a mask, told by the producer alone.
+
+The producer warp asks a provider for visit 0, 1, ... (from the last block of keys to the first),
+loads those blocks, and leaves a word with each slot of K: ``2 * block + whole``. Consumers learn
+the number of visits from the tile's header and the rest from the words, so that the two sides agree
+by construction, and no consumer spends a register on it.
+
+A **whole** block needs no mask: every query of the tile sees every key of it. Only the first visit
+can pass the end of the keys; consumers mask it whatever its word says.
+
+``RangeVisits`` computes them from the lengths (``mods/ranges.py``), ``ListVisits`` reads lists that
+``plan_mask`` made. Both leave out what causal and windows hide.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32
+
+from fa_cute.device import emit
+from fa_cute.device.lower import schedule
+from fa_cute.device.scope import Scope, Value
+from fa_cute.device.score import Given, operands_of
+from fa_cute.mods.graph import Graph, Node
+from fa_cute.mods.ranges import Integers, Ranges, Run, clipped, runs
+from fa_cute.plan import BlockLists
+from fa_cute.spans import KvSpans
+
+LANES = 32
+
+
+class Visit(NamedTuple):
+    """A block of keys, and 1 where it needs no mask, else 0."""
+
+    block: Int32
+    whole: Int32
+
+    def word(self) -> Int32:
+        """Both in one word."""
+        return self.block * 2 + self.whole
+
+    @staticmethod
+    def of(word: Int32) -> Visit:
+        """The inverse of ``word``."""
+        return Visit(word >> 1, word & 1)
+
+
+class SpanVisits(NamedTuple):
+    """Visits that bounds alone decide: ``count`` blocks from ``last`` down."""
+
+    last: Int32
+    count: Int32
+
+    def at(self, index: Int32) -> Visit:
+        """Visit number ``index``, below ``count``; whether it is whole the consumers know."""
+        return Visit(self.last - index, Int32(0))
+
+
+@dataclass(frozen=True)
+class RangeVisits:
+    """Visits of a mask with affine ranges: disjoint ``runs`` of blocks, the highest first."""
+
+    runs: tuple[Run, ...]
+    count: Int32
+
+    @staticmethod
+    def of(
+        ranges: Ranges,
+        inputs: Sequence[Int32],
+        place: tuple[tuple[Int32, Int32], tuple[Int32, Int32]],
+        tile_n: int,
+        within: KvSpans | None,
+    ) -> RangeVisits:
+        """For ``place``: the tile's queries (begin, end) and the lengths (Sq, Sk).
+
+        ``inputs`` holds the values of ``input_graphs`` for the tile's batch and head; ``within``
+        what causal and a window leave.
+        """
+        found = runs(ranges, inputs, *place, tile_n, INT32)
+        if within is not None:
+            found = tuple(clipped(run, within, INT32) for run in found)
+        found = tuple(Run(*map(Int32, run)) for run in found)
+        return RangeVisits(found, sum((run.end - run.begin for run in found), Int32(0)))
+
+    def at(self, index: Int32) -> Visit:
+        """Visit number ``index``, below ``count``."""
+        block = whole = Int32(0)
+        for run in self.runs:
+            here = run.end - 1 - index
+            inside = (here >= run.begin) & (here < run.end)
+            block = cutlass.select_(inside, here, block)
+            plain = (here >= run.middle_begin) & (here < run.middle_end)
+            whole = cutlass.select_(inside & plain, Int32(1), whole)
+            index = index - (run.end - run.begin)
+        return Visit(block, whole)
+
+
+@dataclass(frozen=True)
+class ListVisits:
+    """Visits of a planned mask: ``count`` of the ``entries`` from ``first`` on.
+
+    ``within``: what causal and a window leave whole, or None without them.
+    """
+
+    entries: cute.Tensor
+    first: Int32
+    count: Int32
+    within: KvSpans | None
+
+    @staticmethod
+    def of(
+        lists: BlockLists, place: tuple[Int32, Int32, Int32], within: KvSpans | None
+    ) -> ListVisits:
+        """For the tile of queries at ``place`` (batch, head, tile); all lanes of a warp call it."""
+        first, end = lists.begin[place], lists.end[place]
+        if within is not None:
+            # Entries fall: those above the bounds come first, those below last.
+            last = first + count_from(lists.entries, (first, end), within.begin)
+            first = first + count_from(lists.entries, (first, end), within.end)
+            end = last
+        return ListVisits(lists.entries, first, end - first, within)
+
+    def at(self, index: Int32) -> Visit:
+        """Visit number ``index``, below ``count``."""
+        visit = Visit.of(self.entries[self.first + index])
+        if self.within is None:
+            return visit
+        inside = (visit.block >= self.within.middle_begin) & (visit.block < self.within.middle_end)
+        return Visit(visit.block, cutlass.select_(inside, visit.whole, Int32(0)))
+
+
+@cute.jit
+def count_from(entries: cute.Tensor, part: tuple, block: Int32) -> Int32:
+    """How many ``entries`` of ``[part[0], part[1])`` are of ``block`` or a later one.
+
+    They come first. A warp looks at 32 at a time and stops where the first is not.
+    """
+    first, end = part
+    lane = cute.arch.lane_idx()
+    found, going = Int32(0), first < end
+    while going:
+        at = first + found + lane
+        later = Int32(0)
+        if at < end:
+            later = Int32((entries[at] >> 1) >= block)
+        here = cute.arch.popc(cute.arch.vote_ballot_sync(later != 0))
+        found = found + here
+        going = (here == LANES) & (first + found < end)
+    return found
+
+
+def inputs_of(
+    graphs: Sequence[Graph], given: Given, batch: Int32, head: Int32
+) -> tuple[Int32, ...]:
+    """The values of ``input_graphs`` for a batch and a query head; a bool as 0 or 1."""
+    leaves = {
+        name: Value("tile", (Int32(index).ir_value(),))
+        for name, index in (("b", batch), ("h", head))
+    }
+    found = []
+    for graph in graphs:
+        program = schedule(graph)
+        scope = Scope(program, operands_of(graph, given, Int32(0)), leaves)
+        at = program.lowered.graph.result
+        found.append(Int32(emit.to_word(scope.evaluate([at])[at].parts[0])))
+    return tuple(found)
+
+
+def _minimum(a: Any, b: Any) -> Any:
+    return min(a, b) if _known(a, b) else cutlass.min(Int32(a), Int32(b))
+
+
+def _maximum(a: Any, b: Any) -> Any:
+    return max(a, b) if _known(a, b) else cutlass.max(Int32(a), Int32(b))
+
+
+def _select(condition: Any, a: Any, b: Any) -> Any:
+    if isinstance(condition, bool):
+        return a if condition else b
+    return cutlass.select_(condition, Int32(a), Int32(b))
+
+
+def _floordiv(a: Any, divisor: int) -> Any:
+    if _known(a):
+        return a // divisor
+    number = emit.Operand(emit.constant(divisor, "int32"), divisor)
+    node = Node("floordiv", (0, 1), "int32")
+    return Int32(emit.operation(node, (emit.Operand(a.ir_value()), number), exact=True))
+
+
+def _known(*numbers: Any) -> bool:
+    return all(isinstance(number, int) for number in numbers)
+
+
+INT32 = Integers(_minimum, _maximum, _select, _floordiv)

@@ -1,0 +1,169 @@
+"""Masks whose blocks the kernel leaves out: beside the oracle, and beside evaluation everywhere."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import pytest
+import torch
+
+import fa_cute
+from fa_cute import api, variants
+from fa_cute.host.compile import compiled
+from fa_cute.host.planning import Mods
+
+from .configurations import MASKS, Configuration, masks
+from .judging import Inputs, arguments, call, check, inputs, judge
+from .modifiers import Shape
+
+pytestmark = pytest.mark.gpu
+LENGTHS = ((1, 1), (129, 129), (300, 1000), (1000, 300), (1337, 1337))
+NAMES = sorted([*MASKS, *(name for name, v in variants.ALL.items() if v.kind == "mask_mod")])
+
+
+@functools.cache
+def _configuration(name: str) -> Configuration:
+    return masks()[name]
+
+
+def _run_time(name: str) -> dict[str, Any]:
+    if name.endswith("-window"):
+        return {"window": (200, 70)}
+    return {"window": (333, None)} if name.endswith("-left") else {}
+
+
+def _sinks(configuration: Configuration, x: Inputs) -> dict[str, torch.Tensor]:
+    heads = x.q.shape[2]
+    return {"sinks": torch.linspace(-1, 2, heads, device=x.q.device)} if configuration.sinks else {}
+
+
+def _planned(configuration: Configuration, x: Inputs, options: dict[str, Any]) -> dict[str, Any]:
+    """The options with their mask planned, where the configuration reads lists."""
+    if not configuration.block_lists:
+        return options
+    shape = (x.q.shape[0], x.q.shape[2], x.q.shape[1], x.k.shape[1])
+    dim = configuration.head_dim
+    blocks = fa_cute.plan_mask(options["mask_mod"], *shape, device=x.q.device, head_dim=dim)
+    return options | {"mask_mod": blocks}
+
+
+def _everywhere(
+    configuration: Configuration, x: Inputs, options: dict[str, Any]
+) -> tuple[torch.Tensor, torch.Tensor, str]:
+    """(out, lse) with the mask evaluated on every block; where the call itself gets its visits."""
+    mods = Mods.of(options.get("score_mod"), options["mask_mod"])
+    window, sinks = options.get("window"), options.get("sinks")
+    chosen = api.Options(options["causal"], window, None, True, False)
+    prepared = api.lookup(tuple(x), mods, chosen, sinks)
+    plan = prepared.kernel.plan
+    kernel = compiled(dataclasses.replace(plan, visits="bounds"))
+    result = api.on_gpu(prepared._replace(kernel=kernel), tuple(x), mods, None, sinks)
+    return *result, plan.visits
+
+
+@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
+@pytest.mark.parametrize("name", NAMES)
+def test_as_everywhere(name: str, lengths: tuple[int, int]) -> None:
+    """Bit for bit what evaluating the mask on every block gives; with a score_mod, too."""
+    configuration = _configuration(name)
+    heads = Shape().heads if name in variants.ALL else 2
+    x = inputs(configuration, lengths, heads_k=heads, kind="outliers")
+    options = arguments(configuration, x, **_run_time(name), **_sinks(configuration, x))
+    options = _planned(configuration, x, options)
+    torch.full((64 << 20,), torch.nan, device=x.q.device)  # poison what the allocator hands out
+    out, lse = call(configuration, x, **options)
+    right, right_lse, visits = _everywhere(configuration, x, options)
+    assert visits == ("lists" if configuration.block_lists else "ranges")
+    assert torch.equal(out, right)
+    assert torch.equal(lse, right_lse)
+    judge(configuration, x, options, (out, lse))
+
+
+@pytest.mark.parametrize("name", ["cutoffs", "ends", "scattered", "document", "longformer"])
+def test_long(name: str) -> None:
+    """Many consecutive empty tiles, and more tiles than CTAs: no hang, no difference."""
+    configuration = _configuration(name)
+    heads = Shape().heads if name in variants.ALL else 2
+    x = inputs(configuration, (8100, 16300), heads_k=heads)
+    options = _planned(configuration, x, arguments(configuration, x))
+    out, lse = call(configuration, x, **options)
+    right, right_lse, _ = _everywhere(configuration, x, options)
+    assert torch.equal(out, right) and torch.equal(lse, right_lse)
+
+
+def test_planned_for_another_tile_is_evaluated_everywhere() -> None:
+    """Lists of another tile are not read, and the result is right."""
+    configuration = dataclasses.replace(_configuration("document"), block_lists=False)
+    x = inputs(configuration, (300, 300), heads_k=Shape().heads)
+    options = arguments(configuration, x)
+    blocks = fa_cute.plan_mask(
+        options["mask_mod"], 2, Shape().heads, 300, 300, device=x.q.device, tile=(32, 32)
+    )
+    result = call(configuration, x, **options | {"mask_mod": blocks})
+    judge(configuration, x, options, result)
+
+
+def test_a_mask_that_keeps_nothing() -> None:
+    configuration = _configuration("document")
+    x = inputs(configuration, (300, 300), heads_k=Shape().heads)
+    device = x.q.device
+    documents = torch.arange(300, device=device).expand(2, 300)
+
+    def mask_mod(b, h, q, kv):
+        return (documents[b, q] == documents[b, kv] + 1000) & (q >= kv)
+
+    blocks = fa_cute.plan_mask(mask_mod, 2, None, 300, 300, device=device)
+    assert blocks.counts().empty == 2 * 9
+    out, lse = fa_cute.attention(*x, mask_mod=blocks, return_lse=True)
+    assert (out == 0).all() and (lse == -torch.inf).all()
+
+
+def test_lists_in_a_captured_graph() -> None:
+    """A call with lists waits for nothing: it can be captured, and replayed after new inputs."""
+    configuration = _configuration("document")
+    x = inputs(configuration, (1000, 1000), heads_k=Shape().heads)
+    options = _planned(configuration, x, arguments(configuration, x))
+    eager, _ = call(configuration, x, **options)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured, _ = call(configuration, x, **options)
+    captured.fill_(torch.nan)
+    graph.replay()
+    torch.cuda.synchronize()
+    assert torch.equal(captured, eager)
+
+
+@pytest.mark.parametrize("name", ["document", "scattered"])
+def test_plan_on_the_device_as_on_the_cpu(name: str) -> None:
+    """The lists that the device makes are those that the CPU makes."""
+    configuration = _configuration(name)
+    shape = Shape(2, 8, 1337, 1500)
+    lists = []
+    for device in ("cuda", "cpu"):
+        mask = configuration.modifiers(torch.device(device), shape)["mask_mod"]
+        blocks = fa_cute.plan_mask(mask, 2, 8, 1337, 1337, device=device)
+        kept = int(blocks.by_query.offsets[-1])
+        lists.append((blocks.by_query.offsets.cpu(), blocks.by_query.entries[:kept].cpu()))
+    assert all(torch.equal(a, b) for a, b in zip(*lists, strict=True))
+
+
+def test_a_block_mask_of_flex_attention() -> None:
+    """FlexAttention's BlockMask, planned: the mask_mod's own result."""
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    configuration = _configuration("document")
+    x = inputs(configuration, (1000, 1000), heads_k=Shape().heads)
+    options = arguments(configuration, x)
+    theirs = create_block_mask(options["mask_mod"], 2, None, 1000, 1000, device="cuda")
+    out, lse = call(configuration, x, **_planned(configuration, x, options))
+    blocks = fa_cute.plan_mask(theirs, 2, None, 1000, 1000, device="cuda")
+    again, again_lse = call(configuration, x, **options | {"mask_mod": blocks})
+    assert torch.equal(out, again) and torch.equal(lse, again_lse)
+
+
+def test_check_with_everything_on_top() -> None:
+    """Causal, a window and GQA over ranges with captured numbers, at a length inside a tile."""
+    configuration = _configuration("cutoffs-window")
+    check(configuration, inputs(configuration, (777, 999), heads_k=3), window=(150, 40))
