@@ -211,7 +211,7 @@ def on_gpu(
             q, k, v = kernel_ready(q), kernel_ready(k), kernel_ready(v)
         launch = launch._replace(counter=counter(q.device))
         extra = _extra(mods, sinks)
-        if kernel.plan.block_lists:
+        if mods.blocks is not None and kernel.plan.block_lists:
             lists = mods.blocks.lists_for(problem.batch, problem.heads_q)
             extra = extra._replace(block_lists=lists)
         kernel(Io(q, k, v, result, lse), extra, launch)

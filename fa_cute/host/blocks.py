@@ -103,7 +103,7 @@ class MaskBlocks:
     def _expanded(self, batch: int, heads: int) -> KernelLists:
         offsets = self.by_query.offsets
         shape = (self.batch, self.heads, self.query_tiles)
-        order = offsets.diff().view(shape).argsort(-1, stable=True).int()
+        order = offsets.diff().view(shape).sort(dim=-1, stable=True).indices.int()
         tables = (offsets[:-1].view(shape), offsets[1:].view(shape), order)
         tables = (table.expand(batch, heads, -1) for table in tables)
         return KernelLists(*tables, self.by_query.entries)
