@@ -8,16 +8,23 @@ from pathlib import Path
 import torch
 
 from fa_cute import cpu
-from fa_cute.host import cache, compile
+from fa_cute.host import cache, compile, configs
 from fa_cute.host.blocks import MaskBlocks, plan_mask
 from fa_cute.host.configs import REGISTERS_PER_SM
 from fa_cute.host.given_mask import as_mask_mod
+from fa_cute.host.launch import Resources
 from fa_cute.host.planning import Mods, make_plan
 from fa_cute.host.problem import Problem, described, layout_is_ready
 from fa_cute.host.target import current_target
 from fa_cute.mods.affine import ranges_of
+from fa_cute.mods.intervals import EMPTY
 from fa_cute.plan import Plan
+from fa_cute.spans import kv_spans
 from fa_cute.tilemap import text, write_png
+
+# TFLOP/s of the plain full kernel at 16,384 tokens by head dim, on one NVIDIA H200: S16k, and S8k
+# from 192 on (bench/results/2026-11-29-attention-forward.json, -head-dims.json).
+MEASURED = {64: 558, 128: 728, 192: 776, 256: 749}
 
 
 def explain(
@@ -36,7 +43,7 @@ def explain(
     target: str | None = None,
     plot: str | Path | None = None,
 ) -> str:
-    """What ``fa_cute.attention`` would run: tile, key, operands, graphs, cache state, tile map.
+    """What ``fa_cute.attention`` would run: tile, key, work, graphs, cache state, tile map.
 
     Nothing is compiled and no attention is run; of the tensors only those that a mask captures are
     read, for its tile map. Arguments and errors are those of ``attention``. ``target`` ("sm_90a")
@@ -59,7 +66,7 @@ def explain(
         target=target,
     )
     lines = list(_problem_lines(problem))
-    tile = None
+    tile = plan = None
     if target is None and problem.device.type == "cpu":
         lines += _cpu_lines(problem)
         tile = (cpu.tile_rows(problem.batch * problem.heads_q), cpu.TILE_N)
@@ -71,7 +78,12 @@ def explain(
         lines += _copy_lines(q, k, v)
         tile = (plan.config.tile_m, plan.config.tile_n)
     if mask_mod is not None and tile is not None and not problem.empty:
-        lines += _map_lines(mask_mod, problem, tile, plot)
+        sizes = (problem.batch, problem.heads_q, problem.seqlen_q, problem.seqlen_k)
+        blocks = plan_mask(mask_mod, *sizes, device=problem.device, tile=tile)
+        lines += _work_lines(problem, tile, blocks.kinds(), plan)
+        lines += _map_lines(blocks, plan, plot)
+    elif plot is None and tile is not None and not problem.empty:
+        lines += _work_lines(problem, tile, None, plan)
     elif plot is not None:
         raise ValueError(f"there is no mask to draw to {plot}: give a mask_mod")
     for name, traced in mods.present():
@@ -109,30 +121,66 @@ def _plan_lines(plan: Plan) -> Iterator[str]:
         f"tile: {config.tile_m} queries x {config.tile_n} keys, {config.consumers} consumer "
         f"warpgroups, {config.kv_stages} stages of K and of V, {config.q_stages} of Q"
     )
+    yield "why: " + next(row.why for row in configs.FWD_SM90 if row.config is config)
     yield (
         f"registers: {config.producer_registers} a producer's thread, "
         f"{config.consumer_registers} a consumer's; {registers} of {REGISTERS_PER_SM} an SM"
     )
     yield f"cache: {_cache_state(plan, key)}"
+    yield (
+        "another kernel: for another dtype, head dim, ratio of heads, causal, side of the window, "
+        "mod or number that it captures, lse or sinks or not; none for lengths, batch, strides, "
+        "scale, sizes of the window or contents of captured tensors"
+    )
 
 
 def _cache_state(plan: Plan, key: str) -> str:
     if compile.in_memory(plan):
-        return "in memory"
+        return f"in memory; {_resources(compile.compiled(plan).resources)}"
     folder = cache.folder()
     if folder is None:
         return "not in memory; the disk is switched off, so a call compiles it"
     if (folder / f"{key}.so").exists():
-        return f"on disk in {folder}"
+        entry = cache.Store(folder).read(key)
+        return f"on disk in {folder}; {_resources(Resources(**entry.about['resources']))}"
     return f"neither in memory nor in {folder}: a call compiles it"
 
 
-def _map_lines(
-    mask_mod: Callable, problem: Problem, tile: tuple[int, int], plot: str | Path | None
+def _resources(found: Resources) -> str:
+    return (
+        f"{found.registers} registers a thread, {found.spill_bytes} bytes spilled, "
+        f"{found.shared_memory} bytes of shared memory"
+    )
+
+
+def _work_lines(
+    problem: Problem, tile: tuple[int, int], kinds: torch.Tensor | None, plan: Plan | None
 ) -> Iterator[str]:
+    """What the visited tiles are in operations, and in time for a kernel; ``kinds``: the mask's."""
+    rows, columns = tile
+    bounds, blocks = problem.bounds, -(-problem.seqlen_k // columns)
+    spans = [kv_spans(bounds, q, q + rows, columns) for q in range(0, problem.seqlen_q, rows)]
+    begin, end = (torch.tensor([getattr(s, side) for s in spans]) for side in ("begin", "end"))
+    at = torch.arange(blocks)
+    visited = (at >= begin[:, None]) & (at < end[:, None])
+    if kinds is not None and (plan is None or plan.visits != "bounds"):
+        visited = visited & (kinds.cpu() != EMPTY)
+    share = visited.double().mean().item()
+    tiles = problem.batch * problem.heads_q * len(spans) * blocks
+    flops = 2 * share * tiles * rows * columns * (problem.head_dim + problem.head_dim_v)
+    said = f"work: {share:.1%} of all tiles is visited, {flops:.4g} FLOP"
+    if plan is not None:
+        width = min(MEASURED, key=lambda dim: abs(dim - problem.head_dim))
+        rate = MEASURED[width]
+        said += (
+            f"; {flops / rate / 1e9:.3g} ms at {rate} TFLOP/s, what the plain full kernel of head "
+            f"dim {width} reaches on an H200"
+        )
+    yield said
+
+
+def _map_lines(blocks: MaskBlocks, plan: Plan | None, plot: str | Path | None) -> Iterator[str]:
     """The mask's tiles: how many of each kind, the proof, and the map of its first head."""
-    sizes = (problem.batch, problem.heads_q, problem.seqlen_q, problem.seqlen_k)
-    blocks = plan_mask(mask_mod, *sizes, device=problem.device, tile=tile)
     empty, partial, full = blocks.counts()
     total = empty + partial + full
     proof = "evaluating every element" if blocks.evaluated else "interval arithmetic"
@@ -144,13 +192,21 @@ def _map_lines(
     )
     if ranges is not None:
         yield f"mask: {len(ranges.ranges)} affine range(s) of keys a query"
-    if tile[1] != cpu.TILE_N:
-        yield "mask: the kernel evaluates it on all of them; the CPU path skips"
+    if plan is not None:
+        yield f"mask: {_VISITS[plan.visits]}"
     kinds = blocks.kinds()[0, 0]
     if plot is not None:
         write_png(kinds, plot)
         yield f"mask: tile map of batch 0, head 0 drawn to {plot}"
     yield from _indented(text(kinds))
+
+
+_VISITS = {
+    "ranges": "the kernel computes from its ranges which tiles to visit, for any lengths",
+    "lists": "the kernel visits the tiles in the lists of plan_mask",
+    "bounds": "the kernel evaluates it on all tiles; give what plan_mask makes of it (for the "
+    "kernel's own tile) and it visits the kept ones alone",
+}
 
 
 def _copy_lines(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Iterator[str]:

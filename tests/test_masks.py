@@ -215,8 +215,8 @@ def test_a_planned_mask_is_for_its_sizes() -> None:
 def test_plan_mask_says_what_is_wrong() -> None:
     with pytest.raises(ValueError, match="H is None, but the mask_mod reads h"):
         fa_cute.plan_mask(MASKS["per_head_window"], None, None, 100, 100)
-    with pytest.raises(ValueError, match="Sq is 0; it must be a positive integer"):
-        fa_cute.plan_mask(MASKS["causal"], 1, 1, 0, 100)
+    with pytest.raises(ValueError, match="Sq is -1; it must be an integer, 0 or more"):
+        fa_cute.plan_mask(MASKS["causal"], 1, 1, -1, 100)
     with pytest.raises(ValueError, match="tile is .*positive"):
         fa_cute.plan_mask(MASKS["causal"], 1, 1, 100, 100, tile=(0, 128))
     with pytest.raises(ValueError, match="captured tensor of the mask_mod is on cpu, not on meta"):

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from fa_cute.host import configs
 from fa_cute.host.block_mask import from_block_mask, is_block_mask
+from fa_cute.host.problem import check_indexed
 from fa_cute.mods.intervals import (
     EMPTY,
     FULL,
@@ -150,8 +151,8 @@ def plan_mask(
     the kernel for ``head_dim``; ``tile=(queries, keys)`` sets it. The captured tensors are read
     now: plan again when their contents change. The host waits for the device once.
 
-    ValueError: sizes that are not positive, an axis that the mask reads and that has no size, a
-    captured tensor elsewhere.
+    ValueError: negative sizes, an axis that the mask reads and that has no size, a captured tensor
+    elsewhere or too small for an index.
     """
     if is_block_mask(mask_mod):
         mask_mod = from_block_mask(mask_mod, (B, H, Sq, Sk))
@@ -162,35 +163,30 @@ def plan_mask(
             raise ValueError(f"{name} is None, but the mask_mod reads {leaf}: give its size")
     extents = Extents(1 if B is None else B, 1 if H is None else H, Sq, Sk)
     for name, size in zip(("B", "H", "Sq", "Sk"), extents, strict=True):
-        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-            raise ValueError(f"{name} is {size!r}; it must be a positive integer")
+        if not isinstance(size, int) or isinstance(size, bool) or size < 0:
+            raise ValueError(f"{name} is {size!r}; it must be an integer, 0 or more")
     device = _device_of(traced, device)
+    check_indexed(extents, "mask_mod", traced)
     if tile is None:
         config = configs.fwd_sm90(head_dim, head_dim, cut=False, modified=True)
         tile = (config.tile_m, config.tile_n)
     if len(tile) != 2 or not all(isinstance(size, int) and size > 0 for size in tile):
         raise ValueError(f"tile is {tile!r}; it must be two positive integers: queries, keys")
-    analysis = Analysis.of(traced, extents, device)
-    grid = _Grid(
-        traced,
-        analysis,
-        extents,
-        extents.batch if "b" in reads else 1,
-        extents.heads if "h" in reads else 1,
-        tile,
-    )
-    by_query, by_key = grid.lists()
-    return MaskBlocks(
-        mask_mod,
-        traced,
-        extents,
-        grid.batch,
-        grid.heads,
-        tile,
-        by_query,
-        by_key,
-        analysis.opaque,
-    )
+    own = extents.batch if "b" in reads else 1, extents.heads if "h" in reads else 1
+    evaluates = False
+    if extents.empty:
+        counts = (own[0] * own[1] * -(-n // size) for n, size in zip((Sq, Sk), tile, strict=True))
+        lists = tuple(_nothing(count, device) for count in counts)
+    else:
+        analysis = Analysis.of(traced, extents, device)
+        lists, evaluates = _Grid(traced, analysis, extents, *own, tile).lists(), analysis.opaque
+    return MaskBlocks(mask_mod, traced, extents, *own, tile, *lists, evaluates)
+
+
+def _nothing(lists: int, device: torch.device) -> BlockLists:
+    """So many empty lists."""
+    empty = {"dtype": torch.int32, "device": device}
+    return BlockLists(torch.zeros(lists + 1, **empty), torch.empty(0, **empty))
 
 
 def _device_of(traced: Traced, device: torch.device | str | None) -> torch.device:

@@ -314,12 +314,14 @@ def check_captured(problem: Problem, mod: str, traced: Traced) -> None:
         if tensor.numel() == 0 and not problem.empty:
             raise ValueError(f"{name}, has no element to read")
         _check_range(name, tensor)
-    extents = {
-        "b": (problem.batch, "the batch size"),
-        "h": (problem.heads_q, "the number of query heads"),
-        "q": (problem.seqlen_q, "the number of queries"),
-        "kv": (problem.seqlen_k, "the number of keys"),
-    }
+    check_indexed((problem.batch, problem.heads_q, problem.seqlen_q, problem.seqlen_k), mod, traced)
+
+
+def check_indexed(sizes: tuple[int, int, int, int], mod: str, traced: Traced) -> None:
+    """ValueError if a captured tensor is too small for an index, in a call of (B, Hq, Sq, Sk)."""
+    meanings = ("the batch size", "the number of query heads", "the number of queries")
+    meanings += ("the number of keys",)
+    extents = dict(zip(("b", "h", "q", "kv"), zip(sizes, meanings, strict=True), strict=True))
     nodes = traced.graph.nodes
     for node in nodes:
         if node.op != "load":

@@ -1,0 +1,283 @@
+"""What the masks of the gallery cost beside what they keep: ``python -m bench.masks``.
+
+Every mask of ``fa_cute.variants`` at d128, with sizes for 16,384 tokens: the tiles that it keeps,
+our time beside the plain full kernel's, beside the same kernel with the mask evaluated everywhere,
+and beside FlexAttention, all interleaved in one run; how long ``plan_mask`` and FlexAttention's
+``create_block_mask`` take; and a document mask over a million tokens. ``bound`` is (full tiles +
+1.25 x partial tiles) / all tiles x the plain full time x 1.1 + 10 us.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bench.cases import INPUTS, Case, Inputs
+from bench.device import Meter, facts
+from bench.results import Report, table
+from bench.timing import Candidate, Effort, Stopwatch
+
+LENGTH, MILLION = 16384, 1 << 20
+CASE = Case(128, LENGTH, batch=1)
+PARTIAL_COST, MARGIN, LAUNCH_MS = 1.25, 1.1, 0.01
+# What gives the masks their sizes: parameters of the variants by name.
+SIZES: dict[str, dict[str, Any]] = {
+    "causal": {},
+    "sliding_window": {"left": 1024},
+    "streaming_llm": {"first": 64, "recent": 1024},
+    "longformer": {"tokens": 128, "reach": 512},
+    "chunked": {"chunk": 2048},
+    "block_causal": {"block": 256},
+    "dilated": {"reach": 128, "step": 8},
+    "neighbourhood": {"width": 128, "reach": 6},
+    "prefix_lm": {"prefix": lambda device: torch.tensor([4096], device=device)},
+    "per_head_window": {"windows": lambda device: 256 * torch.arange(1, 17, device=device)},
+    "document": {"documents": lambda device: documents(LENGTH, 2048, device)},
+    "causal_documents": {
+        "documents": lambda device: documents(LENGTH, 2048, device),
+        "shared": 128,
+    },
+    "tree": {"subtree_end": lambda device: subtrees(LENGTH, device)},
+}
+
+
+def documents(length: int, mean: int, device: torch.device | str) -> torch.Tensor:
+    """Numbers of packed documents ``(1, length)`` int32, of half to one and a half ``mean``."""
+    if torch.device(device).type == "meta":
+        return torch.empty(1, length, dtype=torch.int32, device=device)
+    generator = torch.Generator().manual_seed(3)
+    sizes = torch.randint(mean // 2, mean * 3 // 2, (2 * length // mean + 1,), generator=generator)
+    ends = sizes.cumsum(0).to(device)
+    numbers = torch.searchsorted(ends, torch.arange(length, device=device), right=True)
+    return numbers.int()[None]
+
+
+def subtrees(length: int, device: torch.device | str) -> torch.Tensor:
+    """``(1, length)``: a prompt of half the tokens, then draft tokens in a tree of runs of 64."""
+    position = torch.arange(length, device=device)
+    drafted = position - length // 2
+    end = torch.where(drafted % 512 < 64, (drafted // 512 + 1) * 512, (drafted // 64 + 1) * 64)
+    return torch.where(drafted <= 0, length, end + length // 2).clamp(max=length)[None].int()
+
+
+def mask_of(name: str, device: torch.device | str) -> Callable:
+    """The mask_mod of a variant in the size of this benchmark."""
+    from fa_cute import variants
+
+    function = variants.ALL[name].function
+    sizes = SIZES[name]
+    if not sizes:
+        return function
+    return function(**{key: x(device) if callable(x) else x for key, x in sizes.items()})
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Measure all or the named masks; the exit status is 1 if ours is wrong or over its bound."""
+    parser = argparse.ArgumentParser(prog="bench.masks", description=__doc__.split("\n")[0])
+    parser.add_argument("--masks", default=",".join(SIZES), help="comma separated")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--batch-ms", type=float, default=15.0)
+    parser.add_argument("--prime", type=int, default=0, help="processes that compile Flex first")
+    parser.add_argument("--share", help=argparse.SUPPRESS)
+    parser.add_argument("--compile-only", action="store_true", help="our kernels, without a GPU")
+    parser.add_argument("--out", type=Path)
+    arguments = parser.parse_args(argv)
+    names = arguments.masks.split(",")
+    if arguments.compile_only:
+        return compile_only(names)
+    with torch.no_grad():
+        if arguments.share:
+            index, count = map(int, arguments.share.split("/"))
+            for name in names[index::count]:
+                flex(mask_of(name, "cuda"), CASE.tensors())[0].call()
+            return 0
+        if arguments.prime:
+            _prime(arguments.prime, names)
+        rows = run(names, arguments)
+    measured = [row for row in rows if "bound_ms" in row]
+    return int(not all(row["same"] and row["ours_ms"] <= row["bound_ms"] for row in measured))
+
+
+def run(names: list[str], arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """Measure, write the report after each mask, print the table last; the rows."""
+    stopwatch = Stopwatch(Effort(arguments.rounds, arguments.batch_ms), Meter())
+    report = Report("masks", facts() | {"inputs": INPUTS, "case": CASE.name}, arguments.out)
+    inputs = CASE.tensors()
+    report.rows.append(million())
+    print(report.rows[0], flush=True)
+    for name in names:
+        report.rows.append(measure(name, inputs, stopwatch))
+        report.save()
+        print(report.rows[-1], flush=True)
+    print(f"\n{report.head['device']}; ms a call; in {report.path}\n")
+    print(summary(report.rows[1:]))
+    return report.rows
+
+
+def measure(name: str, x: Inputs, stopwatch: Stopwatch) -> dict[str, Any]:
+    """One row: tiles, times, the bound, building times, and whether the result is right."""
+    import fa_cute
+
+    mask = mask_of(name, x.q.device)
+    plan = functools.partial(
+        fa_cute.plan_mask, mask, 1, CASE.heads, LENGTH, LENGTH, device=x.q.device
+    )
+    blocks = plan()
+    everywhere, visits = _everywhere(blocks, x)
+    candidates = [
+        Candidate("ours", lambda: fa_cute.attention(*x, mask_mod=blocks)),
+        Candidate("full", lambda: fa_cute.attention(*x)),
+        Candidate("everywhere", everywhere),
+    ]
+    row: dict[str, Any] = {"mask": name, "sizes": _described(name), "visits": visits}
+    row["same"] = torch.equal(candidates[0].call(), everywhere())
+    row["plan_ms"] = building_ms(plan)
+    try:
+        theirs, build = flex(mask, x)
+        difference = candidates[0].call().float() - theirs.call().float()
+        row |= {"flex_difference": float(difference.abs().max()), "flex_build_ms": build}
+        candidates.append(theirs)
+    except Exception as error:  # whatever a peer dies of must not end a run
+        row["flex_absent"] = f"{type(error).__name__}: {str(error).splitlines()[0][:160]}"
+    figures = stopwatch.measure(candidates)
+    row |= {f"{key}_ms": found.device_ms for key, found in figures.items()}
+    row["sm_clock_mhz"] = figures["ours"].row()["sm_clock_mhz"]
+    return row | bound(blocks.counts(), row["full_ms"])
+
+
+def bound(counts: Any, full_ms: float) -> dict[str, Any]:
+    """The tiles of a mask, and the time that it may take beside ``full_ms`` of all tiles."""
+    cost = (counts.full + PARTIAL_COST * counts.partial) / sum(counts)
+    return counts._asdict() | {"bound_ms": cost * full_ms * MARGIN + LAUNCH_MS}
+
+
+def flex(mask: Callable, x: Inputs) -> tuple[Candidate, dict[str, float]]:
+    """FlexAttention on the same mask, compiled; the ms of making its BlockMask, both ways."""
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    torch._dynamo.reset()
+    compiled = torch.compile(flex_attention, dynamic=False)
+    shape = (1, CASE.heads, LENGTH, LENGTH)
+    build = functools.partial(create_block_mask, mask, *shape, device=x.q.device)
+    milliseconds = {"eager": building_ms(build)}
+    milliseconds["compiled"] = building_ms(functools.partial(build, _compile=True))
+    block_mask = build()
+    q, k, v = (t.transpose(1, 2) for t in x)
+
+    def call() -> torch.Tensor:
+        return compiled(q, k, v, block_mask=block_mask).transpose(1, 2)
+
+    return Candidate("flex", call), milliseconds
+
+
+def million() -> dict[str, Any]:
+    """``plan_mask`` of causal documents of about 4,096 tokens, a million tokens in all."""
+    from fa_cute.variants.document import document
+
+    import fa_cute
+
+    mask = document(documents(MILLION, 4096, "cuda"))
+    plan = functools.partial(fa_cute.plan_mask, mask, 1, None, MILLION, MILLION, device="cuda")
+    milliseconds = building_ms(plan)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    blocks = plan()
+    torch.cuda.synchronize()
+    return {
+        "mask": "document over 1,048,576 tokens",
+        "plan_ms": milliseconds,
+        "peak_bytes": torch.cuda.max_memory_allocated() - before,
+        "kept_bytes": torch.cuda.memory_allocated() - before,
+        **blocks.counts()._asdict(),
+    }
+
+
+def building_ms(build: Callable[[], Any], calls: int = 5) -> float:
+    """Median milliseconds from the call to its end on the device, after one call to warm up."""
+    times = []
+    for _ in range(calls + 1):
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        build()
+        torch.cuda.synchronize()
+        times.append(1e3 * (time.perf_counter() - begin))
+    return statistics.median(times[1:])
+
+
+def _everywhere(blocks: Any, x: Inputs) -> tuple[Callable[[], torch.Tensor], str]:
+    """The same kernel with the mask evaluated on every block; where the call gets its visits."""
+    from fa_cute import api
+    from fa_cute.host.compile import compiled
+    from fa_cute.host.planning import Mods
+
+    mods = Mods.of(None, blocks)
+    prepared = api.lookup(tuple(x), mods, api.Options(False, None, None, False, False))
+    plan = prepared.kernel.plan
+    kernel = compiled(dataclasses.replace(plan, visits="bounds"))
+    prepared = prepared._replace(kernel=kernel)
+    return lambda: api.on_gpu(prepared, tuple(x), mods, None)[0], plan.visits
+
+
+def compile_only(names: list[str]) -> int:
+    """Compile what the benchmark launches, without a GPU."""
+    import fa_cute
+    from fa_cute.host.compile import compiled
+    from fa_cute.mods.affine import ranges_of
+    from fa_cute.mods.trace import trace_mask_mod
+
+    static = {"head_dim": 128, "dtype": torch.bfloat16, "target": "sm_90a"}
+    fa_cute.compile(**static)
+    for name in names:
+        mask = mask_of(name, "meta")
+        listed = ranges_of(trace_mask_mod(mask).graph) is None
+        kernel = fa_cute.compile(**static, mask_mod=mask, block_lists=listed)
+        everywhere = compiled(dataclasses.replace(kernel.plan, visits="bounds"))
+        print(name, kernel.plan.visits, kernel.resources, everywhere.resources, flush=True)
+    return 0
+
+
+def summary(rows: list[dict[str, Any]]) -> str:
+    """The table of all masks."""
+    header = ["mask", "visits", "full", "partial", "kept", "ours", "bound", "everywhere", "Flex"]
+    header += ["plan", "Flex's", "compiled", "same"]
+    lines = []
+    for row in rows:
+        tiles = row["full"] + row["partial"] + row["empty"]
+        kept = f"{(row['full'] + row['partial']) / tiles:.1%}"
+        times = [row.get(key) for key in ("ours_ms", "bound_ms", "everywhere_ms", "flex_ms")]
+        build = row.get("flex_build_ms", {})
+        times += [row["plan_ms"], build.get("eager"), build.get("compiled")]
+        cells = ["-" if t is None else f"{t:.3f}" for t in times]
+        counts = [str(row["full"]), str(row["partial"]), kept]
+        lines.append([row["mask"], row["visits"], *counts, *cells, str(row["same"])])
+    return table(header, lines)
+
+
+def _described(name: str) -> dict[str, Any]:
+    return {key: "a tensor" if callable(x) else x for key, x in SIZES[name].items()}
+
+
+def _prime(processes: int, names: list[str]) -> None:
+    """Let processes fill FlexAttention's compile cache, each with its share of the masks."""
+    begin = time.perf_counter()
+    command = [sys.executable, "-m", "bench.masks", f"--masks={','.join(names)}"]
+    silent = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    shares = [[*command, f"--share={i}/{processes}"] for i in range(processes)]
+    for child in [subprocess.Popen(share, **silent) for share in shares]:
+        child.wait()
+    print(f"primed FlexAttention's cache in {time.perf_counter() - begin:.0f} s", flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
