@@ -97,17 +97,6 @@ def deal(
     return tuple(given)
 
 
-def operands_of(graph: Graph, given: Given, scale: Any) -> Operands:
-    """What ``graph`` reads, as its nodes are evaluated with: its own part of ``deal``."""
-    tensors = zip(given.captured, graph.captured, strict=True)
-    numbers = zip(given.scalars, graph.scalars, strict=True)
-    return Operands(
-        tuple(Source.of(tensor, captured.dtype) for tensor, captured in tensors),
-        tuple(_NUMERIC[kind](number) for number, kind in numbers),
-        scale,
-    )
-
-
 @dataclass(frozen=True)
 class Modifier:
     """A mod with its operands: where a warpgroup begins. Build it with ``of``."""
@@ -134,7 +123,13 @@ class Modifier:
         program, words = schedule(graph, fragment.transposed), scratch_words(graph, fragment)
         if words and scratch is None:
             raise ValueError(f"this mod needs {words} words of shared memory and a barrier")
-        operands = operands_of(graph, given, Float32(scale))
+        tensors = zip(given.captured, graph.captured, strict=True)
+        numbers = zip(given.scalars, graph.scalars, strict=True)
+        operands = Operands(
+            tuple(Source.of(tensor, captured.dtype) for tensor, captured in tensors),
+            tuple(_NUMERIC[kind](number) for number, kind in numbers),
+            Float32(scale),
+        )
         thread = cute.arch.thread_idx()[0] % THREADS
         return Modifier(program, Scope(program, operands, fragment), fragment, thread, scratch)
 

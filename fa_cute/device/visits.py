@@ -20,12 +20,11 @@ from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32
+from cutlass import Float32, Int32
 
 from fa_cute.device import emit
-from fa_cute.device.lower import schedule
-from fa_cute.device.scope import Scope, Value
-from fa_cute.device.score import Given, operands_of
+from fa_cute.device.fragment import Fragment
+from fa_cute.device.score import Given, Modifier
 from fa_cute.mods.graph import Graph, Node
 from fa_cute.mods.ranges import Integers, Ranges, Run, clipped, runs
 from fa_cute.plan import BlockLists
@@ -155,19 +154,15 @@ def count_from(entries: cute.Tensor, part: tuple, block: Int32) -> Int32:
 
 
 def inputs_of(
-    graphs: Sequence[Graph], given: Given, batch: Int32, head: Int32
+    graphs: Sequence[Graph], given: Given, fragment: Fragment, place: tuple[Int32, Int32]
 ) -> tuple[Int32, ...]:
-    """The values of ``input_graphs`` for a batch and a query head; a bool as 0 or 1."""
-    leaves = {
-        name: Value("tile", (Int32(index).ir_value(),))
-        for name, index in (("b", batch), ("h", head))
-    }
+    """The values of ``input_graphs`` at ``place`` (batch, query head); a bool as 0 or 1."""
     found = []
     for graph in graphs:
-        program = schedule(graph)
-        scope = Scope(program, operands_of(graph, given, Int32(0)), leaves)
-        at = program.lowered.graph.result
-        found.append(Int32(emit.to_word(scope.evaluate([at])[at].parts[0])))
+        mod = Modifier.of(graph, given, scale=Float32(1.0), fragment=fragment)
+        at = mod.schedule.lowered.graph.result
+        value = mod.tile(*place).scope.evaluate([at])[at]
+        found.append(Int32(emit.to_word(value.parts[0])))
     return tuple(found)
 
 

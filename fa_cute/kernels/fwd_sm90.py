@@ -270,7 +270,8 @@ class FwdSm90:
             extra = x.extra or Extra()
             graphs = (plan.score_mod, plan.mask_mod)
             _, given = score.deal(graphs, extra.captured, extra.scalars)
-            inputs = inputs_of(input_graphs(plan.mask_mod), given, place.batch, place.head)
+            head = place.batch, place.head
+            inputs = inputs_of(input_graphs(plan.mask_mod), given, self.fragment, head)
             tile = place.block * c.tile_m, (place.block + 1) * c.tile_m
             lengths = x.bounds.seqlen_q, x.bounds.seqlen_k
             ranges = ranges_of(plan.mask_mod)
