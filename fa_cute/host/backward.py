@@ -100,6 +100,7 @@ def plans_of(
         deterministic=deterministic,
         return_lse=False,
         sinks=False,
+        visits="bounds",
     )
     # The passes around it know nothing of masks and mods: one kernel each for all of these.
     around = replace(
