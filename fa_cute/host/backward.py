@@ -145,7 +145,8 @@ def backward(
         turns = torch.empty((*shape, blocks * config.consumers), dtype=torch.int32, device=q.device)
     q, k, v, out, dout = (kernel_ready(x) for x in (q, k, v, out, dout))
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
-    dlse = None if dlse is None else dlse.float().contiguous()
+    if plans.preprocess.return_lse:
+        dlse = torch.zeros_like(lse) if dlse is None else dlse.float().contiguous()
     launch = launch._replace(counter=counter(q.device))
     preprocess = compiled(plans.preprocess)
     _launch(preprocess, PreprocessIo(out, dout, lse, dlse, shift, delta, sums, turns), launch)
