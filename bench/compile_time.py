@@ -1,0 +1,366 @@
+"""How long a kernel takes to exist: ours, and the same attention through nvcc from CUTLASS.
+
+    python -m bench.compile_time [--repeats 3] [--only ours,cutlass,fa3] [--nvcc NVCC]
+        [--cutlass DIR] [--fa3-source DIR] [--cases plain,causal] [--cpp-cases plain,softcap]
+
+No GPU is needed. One process at a time; wall and CPU seconds, peak memory (resident, of the largest
+process); a row a repeat in the JSON, medians in the table. Rows:
+
+* ``first``: the first compile of a fresh process: the compiler's import and its start are in it,
+  torch's import is not. ``after``: in a process that has compiled another kernel: tracing, IR
+  passes, libNVVM, ptxas, export and link. ``disk``: a fresh process finds the kernel on disk;
+  ``memory``: the same process asks again. A backward is three kernels, compiled one by one.
+* ``cutlass``: nvcc from nothing to an object file of ``hopper_fmha.cu``: one forward kernel, or
+  the three of one backward, from the headers of the PyPI package ``nvidia-cutlass`` 4.2.0.0
+  (``--cutlass``: its ``cutlass_library/source``, found by itself where it is installed).
+* ``fa3``: nvcc on one of FlashAttention-3's own instantiation files, of a checkout with CUTLASS in
+  ``csrc/cutlass``; with its optional features compiled out, and with all.
+
+What is missing (nvcc, the package, the checkout) is named, and the rest is measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import importlib.util
+import json
+import os
+import platform
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from bench.device import commit
+from bench.results import Report, table
+
+CASES = ("plain", "causal", "alibi", "window", "softcap")
+TARGETS = ("sm_90a", "sm_100a")
+FUSIONS = {
+    "plain": "Plain",
+    "causal": "Causal",
+    "alibi": "LinearBias",
+    "window": "Window",
+    "softcap": "Softcap",
+}
+HERE = Path(__file__).resolve().parent
+FLAGS = ("-std=c++17", "-O3", "-DNDEBUG", "--use_fast_math", "--expt-relaxed-constexpr")
+FA3_FEATURES = (
+    *("SPLIT", "PAGEDKV", "APPENDKV", "LOCAL", "SOFTCAP", "PACKGQA", "FP8", "VARLEN", "CLUSTER"),
+    *("FP16", "SM8x", "HDIM64", "HDIM96", "HDIM192", "HDIM256"),
+)
+FA3_FILES = {
+    "forward": "hopper/instantiations/flash_fwd_hdim128_bf16_sm90.cu",
+    "backward": "hopper/instantiations/flash_bwd_hdim128_bf16_sm90.cu",
+}
+
+
+class Usage(NamedTuple):
+    """What a process and its children took: seconds, and GiB of the largest of them."""
+
+    wall: float
+    cpu: float
+    peak_gib: float
+
+
+def run(command: list[str], folder: Path | None = None) -> tuple[str, Usage]:
+    """Standard output and usage of a command; RuntimeError with its last lines if it fails."""
+    environment = os.environ | ({"FA_CUTE_CACHE_DIR": str(folder)} if folder else {})
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as errors:
+        started = time.perf_counter()
+        child = subprocess.Popen(command, stdout=out, stderr=errors, env=environment)
+        _, status, used = os.wait4(child.pid, 0)
+        child.returncode = os.waitstatus_to_exitcode(status)
+        wall = time.perf_counter() - started
+        out.seek(0)
+        errors.seek(0)
+        if child.returncode:
+            tail = errors.read().strip()[-600:]
+            raise RuntimeError(f"{command[0]} ended with {child.returncode}: {tail}")
+        usage = Usage(wall, used.ru_utime + used.ru_stime, used.ru_maxrss / (1 << 20))
+        return out.read(), usage
+
+
+# --- ours: what a measured process does
+
+
+def _plans(case: str, target: str) -> dict[str, list[Any]]:
+    """Plans by direction; a direction or target that has no kernel yet is left out."""
+    from fa_cute.configuration import Configuration, find_mod
+    from fa_cute.host.backward import plans_of
+    from fa_cute.mods.derivative import differentiate
+
+    options: dict[str, Any] = {"causal": case in ("causal", "window")}
+    if case == "window":
+        options["window"] = (True, False)
+    if case in ("alibi", "softcap"):
+        options["score_mod"] = find_mod(case)
+    try:
+        plan, _ = Configuration(
+            head_dim=128, dtype="bfloat16", target=target, return_lse=True, **options
+        ).plan()
+        graph = plan.score_mod and differentiate(plan.score_mod)
+        backward = plans_of(plan, deterministic=False, lse_gradient=False, derivative=graph)
+    except (ValueError, NotImplementedError):
+        return {}
+    return {"forward": [plan], "backward": list(backward)}
+
+
+def _timed(action: Callable[[], Any]) -> dict[str, float]:
+    """Wall and CPU seconds of ``action``, its child processes (the linker) included."""
+    before, started = os.times(), time.perf_counter()
+    action()
+    wall, after = time.perf_counter() - started, os.times()
+    return {"wall": wall, "cpu": sum(after[:4]) - sum(before[:4])}
+
+
+def _compile_all(plans: list[Any]) -> None:
+    from fa_cute.host.compile import compiled
+
+    for plan in plans:
+        compiled(plan)
+
+
+def first(case: str, direction: str, target: str) -> None:
+    """The process behind ``first`` rows."""
+    plans = _plans(case, target)[direction]
+    print(json.dumps(_timed(lambda: _compile_all(plans))))
+
+
+def after(cases: list[str], target: str) -> None:
+    """The process behind ``after`` rows: a kernel nobody asked for, then each case."""
+    from dataclasses import replace
+
+    found = {case: _plans(case, target) for case in cases}
+    (plan,) = found[cases[0]]["forward"]
+    _compile_all([replace(plan, dtype="float16")])
+    spent = _Phases()
+    for case, directions in found.items():
+        for direction, plans in directions.items():
+            spent.clear()
+            row = _timed(lambda plans=plans: _compile_all(plans))
+            print(json.dumps({"case": case, "direction": direction, **row, "phases": spent.read()}))
+
+
+def stored(cases: list[str], target: str) -> None:
+    """The process behind ``disk`` and ``memory`` rows."""
+    for case in cases:
+        for direction, plans in _plans(case, target).items():
+            for source in ("disk", "memory"):
+                row = _timed(lambda plans=plans: _compile_all(plans))
+                print(json.dumps({"case": case, "direction": direction, "source": source, **row}))
+
+
+class _Phases:
+    """Seconds within the compiler's phases, read off its own functions."""
+
+    def __init__(self) -> None:
+        from cutlass.base_dsl.compiler import Compiler
+        from cutlass.base_dsl.dsl import BaseDSL
+
+        from fa_cute.host import compile as compiling
+
+        self._seconds: dict[str, float] = {}
+        self._wrap(BaseDSL, "generate_original_ir", "trace")
+        self._wrap(Compiler, "compile", "passes, libNVVM and ptxas")
+        self._wrap(compiling, "_link", "link")
+
+    def _wrap(self, owner: Any, name: str, phase: str) -> None:
+        inner = getattr(owner, name)
+
+        def outer(*args: Any, **kwargs: Any) -> Any:
+            started = time.perf_counter()
+            try:
+                return inner(*args, **kwargs)
+            finally:
+                spent = time.perf_counter() - started
+                self._seconds[phase] = self._seconds.get(phase, 0.0) + spent
+
+        setattr(owner, name, outer)
+
+    def clear(self) -> None:
+        """Forget what was spent."""
+        self._seconds.clear()
+
+    def read(self) -> dict[str, float]:
+        """Seconds by phase."""
+        return {phase: round(seconds, 3) for phase, seconds in self._seconds.items()}
+
+
+# --- the rows
+
+
+def _ours(cases: list[str], repeats: int) -> Iterator[dict[str, Any]]:
+    for target in TARGETS:
+        found = {case: _plans(case, target) for case in cases}
+        if not all(found.values()):
+            print(f"ours, {target}: no kernel for it yet")
+            continue
+        for repeat in range(repeats):
+            yield from _ours_once(found, target, repeat)
+
+
+def _ours_once(found: dict[str, dict], target: str, repeat: int) -> Iterator[dict[str, Any]]:
+    common = {"who": "ours", "target": target, "repeat": repeat}
+    for case, directions in found.items():
+        for direction in directions:
+            with tempfile.TemporaryDirectory() as folder:
+                out, usage = _child("first", target, [case, direction], Path(folder))
+            row = json.loads(out) | {"peak_gib": usage.peak_gib}
+            yield common | {"case": case, "direction": direction, "what": "first"} | row
+    with tempfile.TemporaryDirectory() as folder:
+        out, usage = _child("after", target, list(found), Path(folder))
+        for line in out.splitlines():
+            yield common | {"what": "after", "peak_gib": usage.peak_gib} | json.loads(line)
+        out, usage = _child("stored", target, list(found), Path(folder))
+        for line in out.splitlines():
+            row = json.loads(line)
+            yield common | {"what": row.pop("source"), "peak_gib": usage.peak_gib} | row
+
+
+def _child(what: str, target: str, words: list[str], folder: Path) -> tuple[str, Usage]:
+    command = [sys.executable, "-m", "bench.compile_time", "--measure", what, target, *words]
+    return run(command, folder)
+
+
+def _cutlass(nvcc: str, source: Path, cases: list[str], repeats: int) -> Iterator[dict[str, Any]]:
+    example = source / "examples" / "88_hopper_fmha"
+    includes = [source / "include", source / "tools" / "util" / "include", example]
+    jobs = [(case, "forward") for case in cases]
+    jobs += [(case, "backward") for case in cases if case in ("plain", "causal")]
+    for case, direction in jobs:
+        defines = [f"-DFUSION={FUSIONS[case]}", f"-DBACKWARD={int(direction == 'backward')}"]
+        for repeat in range(repeats):
+            usage = _nvcc(nvcc, HERE / "hopper_fmha.cu", includes, defines)
+            row = {"who": "cutlass", "case": case, "direction": direction, "target": "sm_90a"}
+            yield row | {"what": "nvcc", "repeat": repeat} | usage._asdict()
+
+
+def _fa3(nvcc: str, source: Path, repeats: int) -> Iterator[dict[str, Any]]:
+    includes = [source / "hopper", source / "csrc" / "cutlass" / "include"]
+    off = [f"-DFLASHATTENTION_DISABLE_{name}" for name in FA3_FEATURES]
+    for direction, file in FA3_FILES.items():
+        for what, defines in (("features off", off), ("features on", [])):
+            for repeat in range(repeats):
+                usage = _nvcc(nvcc, source / file, includes, defines)
+                row = {"who": "fa3", "case": "plain", "direction": direction, "target": "sm_90a"}
+                yield row | {"what": what, "repeat": repeat} | usage._asdict()
+
+
+def _nvcc(nvcc: str, source: Path, includes: list[Path], defines: list[str]) -> Usage:
+    with tempfile.TemporaryDirectory() as folder:
+        paths = [f"-I{path}" for path in includes]
+        out = ["-c", str(source), "-o", f"{folder}/kernel.o"]
+        return run([nvcc, "-arch=sm_90a", *FLAGS, *paths, *defines, *out])[1]
+
+
+# --- what there is to measure with
+
+
+def _found_cutlass() -> Path | None:
+    spec = importlib.util.find_spec("cutlass_library")
+    roots = [] if spec is None else spec.submodule_search_locations or []
+    return next((Path(root, "source") for root in roots if Path(root, "source").is_dir()), None)
+
+
+def _version(nvcc: str | None) -> str | None:
+    if nvcc is None:
+        return None
+    lines = subprocess.run([nvcc, "--version"], capture_output=True, text=True).stdout.split("\n")
+    return next((line for line in lines if "release" in line), None)
+
+
+def _facts(nvcc: str | None) -> dict[str, Any]:
+    versions = {}
+    for name in ("torch", "nvidia-cutlass-dsl", "nvidia-cutlass", "apache-tvm-ffi"):
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            versions[name] = None
+    model = next(
+        (
+            line.partition(":")[2].strip()
+            for line in Path("/proc/cpuinfo").read_text().splitlines()
+            if line.startswith("model name")
+        ),
+        platform.processor(),
+    )
+    host = {"cpu": model, "cores": os.cpu_count(), "load": round(os.getloadavg()[0], 2)}
+    python = {"python": platform.python_version(), "nvcc": _version(nvcc)}
+    return host | python | {"versions": versions, "commit": commit()}
+
+
+def summary(rows: list[dict[str, Any]]) -> str:
+    """A line each for who, what, direction and case: medians over the repeats."""
+    groups: dict[tuple, list[dict[str, Any]]] = {}
+    for row in rows:
+        key = (row["target"], row["direction"], row["case"], row["who"], row["what"])
+        groups.setdefault(key, []).append(row)
+    lines = []
+    for key, found in sorted(groups.items()):
+        medians = [statistics.median(row[name] for row in found) for name in Usage._fields]
+        cells = [f"{medians[0]:.3f}", f"{medians[1]:.3f}", f"{medians[2]:.1f}", str(len(found))]
+        lines.append([" ".join(key), *cells])
+    return table(["target, direction, case, who, what", "wall s", "CPU s", "GiB", "runs"], lines)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Measure, print a table, write a JSON."""
+    options = _options(argv)
+    if options.measure:
+        what, target, *words = options.measure
+        measures = {"first": lambda: first(*words, target), "after": lambda: after(words, target)}
+        measures.get(what, lambda: stored(words, target))()
+        return 0
+    nvcc = options.nvcc or shutil.which("nvcc")
+    report = Report("compile-time", _facts(nvcc), options.out)
+    cases, cpp = options.cases.split(","), (options.cpp_cases or options.cases).split(",")
+    wanted, source = options.only.split(","), options.cutlass or _found_cutlass()
+    jobs: list[Iterator[dict[str, Any]]] = []
+    if "ours" in wanted:
+        jobs.append(_ours(cases, options.repeats))
+    if nvcc is None:
+        print("C++ is not measured: nvcc is not on the PATH (--nvcc names one)")
+    elif "cutlass" in wanted and source is None:
+        print(
+            "CUTLASS is not measured: pip install --no-deps nvidia-cutlass==4.2.0.0, or --cutlass"
+        )
+    elif "cutlass" in wanted:
+        jobs.append(_cutlass(nvcc, source, cpp, options.cpp_repeats or options.repeats))
+    if nvcc is not None and "fa3" in wanted and options.fa3_source is None:
+        print("FlashAttention-3 is not measured: --fa3-source names a checkout")
+    elif nvcc is not None and "fa3" in wanted:
+        jobs.append(_fa3(nvcc, options.fa3_source, options.cpp_repeats or options.repeats))
+    for job in jobs:
+        for row in job:
+            report.rows.append(row)
+            report.save()
+            print(".", end="", file=sys.stderr, flush=True)
+    print(file=sys.stderr)
+    print(summary(report.rows))
+    return 0
+
+
+def _options(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="bench.compile_time", description=__doc__.split("\n")[0])
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--cpp-repeats", type=int, help="of nvcc; as --repeats by default")
+    parser.add_argument("--cases", default=",".join(CASES))
+    parser.add_argument("--cpp-cases", help="of nvcc; as --cases by default")
+    parser.add_argument("--only", default="ours,cutlass,fa3")
+    parser.add_argument("--nvcc", help="the compiler; the one on the PATH by default")
+    parser.add_argument("--cutlass", type=Path, help="the source folder of nvidia-cutlass")
+    parser.add_argument("--fa3-source", type=Path, help="a checkout of flash-attention")
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--measure", nargs="+", help=argparse.SUPPRESS)
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
