@@ -170,8 +170,9 @@ def plan_mask(
     if tile is None:
         config = configs.fwd_sm90(head_dim, head_dim, cut=False, modified=True)
         tile = (config.tile_m, config.tile_n)
-    if len(tile) != 2 or not all(isinstance(size, int) and size > 0 for size in tile):
-        raise ValueError(f"tile is {tile!r}; it must be two positive integers: queries, keys")
+    pair = isinstance(tile, tuple | list) and len(tile) == 2
+    if not pair or not all(isinstance(size, int) and size > 0 for size in tile):
+        raise ValueError(f"tile is {tile!r}; it must be two positive integers, (queries, keys)")
     own = extents.batch if "b" in reads else 1, extents.heads if "h" in reads else 1
     evaluates = False
     if extents.empty:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import linecache
 import os
 import sys
+from collections.abc import Callable
 from types import CodeType
 from typing import NamedTuple
 
@@ -38,6 +39,11 @@ class Untraceable(Exception):
         self.at = at
 
 
+# Code that calls a mod: no line of the user's mod lies above it on the stack.
+_CALLS_MODS: set[CodeType] = set()
+_MOST_QUOTED = 80  # characters of a line
+
+
 class Location(NamedTuple):
     """A line of the user's code."""
 
@@ -47,14 +53,25 @@ class Location(NamedTuple):
 
     def __str__(self) -> str:
         source = linecache.getline(self.file, self.line).strip()
+        if len(source) > _MOST_QUOTED:
+            source = source[: _MOST_QUOTED - 4].rstrip() + " ..."
         code = f": `{source}`" if source else ""
         return f"{self.file}:{self.line}, in {self.function}{code}"
 
 
+def calls_mods(function: Callable) -> Callable:
+    """Marks the function that calls mods: ``caller`` looks no further up."""
+    _CALLS_MODS.add(function.__code__)
+    return function
+
+
 def caller() -> Location | None:
-    """The innermost line on the stack that is neither the tracer's nor torch's."""
+    """The innermost line of the running mod that is neither the tracer's nor torch's.
+
+    None where no line is: a mod may be a builtin, such as ``max``.
+    """
     frame = sys._getframe(1)
-    while frame is not None:
+    while frame is not None and frame.f_code not in _CALLS_MODS:
         if _is_users(frame.f_code):
             return Location(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
         frame = frame.f_back
@@ -77,13 +94,18 @@ def _is_users(code: CodeType) -> bool:
 
 
 def definition(fn: object) -> Location | None:
-    """Where a Python callable is defined, through ``functools.partial`` and ``__call__``."""
+    """Where a Python callable is defined, through ``functools.partial`` and ``__call__``.
+
+    None for what no user wrote: builtins, torch's own modules.
+    """
     while hasattr(fn, "func"):
         fn = fn.func
     if not hasattr(fn, "__code__"):
         fn = type(fn).__call__
     code = getattr(fn, "__code__", None)
-    return Location(code.co_filename, code.co_firstlineno, code.co_name) if code else None
+    if code is None or not _is_users(code):
+        return None
+    return Location(code.co_filename, code.co_firstlineno, code.co_name)
 
 
 def error_at(where: Location | None, message: str) -> ModError:

@@ -22,6 +22,7 @@ from fa_cute.mods.errors import (
     Location,
     ModError,
     Untraceable,
+    calls_mods,
     definition,
     error_at,
     raised_at,
@@ -66,6 +67,7 @@ def trace_mask_mod(fn: Callable) -> Traced:
     return _trace(fn, "mask_mod")
 
 
+@calls_mods
 def run(fn: Callable, kind: str, *, noting_lines: bool = False) -> tuple[Tape, Reference]:
     """Run a mod on a fresh tape: the tape, and the reference of what the mod returned."""
     if not callable(fn):
@@ -81,9 +83,7 @@ def run(fn: Callable, kind: str, *, noting_lines: bool = False) -> tuple[Tape, R
         if tape.fault is not None:
             raise tape.fault from None
         if isinstance(fault, TypeError):
-            _check_arity(fn, kind, arguments)
-            if "save_for_backward" in str(fault):
-                raise error_at(raised_at(fault), _SAVED) from None
+            raise _type_error(fault, fn, kind, arguments) from None
         raise
     return tape, _returned(tape, result, fn, kind)
 
@@ -208,16 +208,42 @@ def _returned(tape: Tape, result: object, fn: Callable, kind: str) -> Reference:
     raise error_at(definition(fn), message)
 
 
-def _check_arity(fn: Callable, kind: str, arguments: list[Value]) -> None:
+def _type_error(fault: TypeError, fn: Callable, kind: str, arguments: list[Value]) -> TypeError:
+    """What to raise for a TypeError out of a mod: ``fault`` itself if it is the mod's own."""
+    wanted = f"a {kind} is called as {kind}({', '.join(LEAVES[kind])})"
+    signature = _unfit_signature(fn, arguments)
+    if signature is not None:
+        return error_at(definition(fn), f"{wanted}, and this one takes {signature}")
+    where, said = raised_at(fault), str(fault).partition(", but expected")[0]
+    if "save_for_backward" in said:
+        return error_at(where, _SAVED)
+    if where is None:
+        # Nothing of the user's ran: a builtin, or torch's own code, refused the arguments.
+        name = getattr(fn, "__name__", type(fn).__name__)
+        return error_at(
+            definition(fn),
+            f"{wanted}, which {name} does not take; write a function that calls it, as "
+            f"lambda {', '.join(LEAVES[kind])}: {name}(...)",
+        )
+    if Value.__name__ in said:
+        said = said.replace(Value.__name__, "traced value")
+        return error_at(
+            where,
+            f"torch refuses the call: {said}. A traced value stands for a 0-d tensor, so each "
+            "argument is a traced value, or a number where torch takes one; a condition that is "
+            "a Python bool belongs into a Python if",
+        )
+    return fault
+
+
+def _unfit_signature(fn: Callable, arguments: list[Value]) -> inspect.Signature | None:
+    """The signature of a function that cannot be called with ``arguments``."""
     try:
         signature = inspect.signature(fn)
     except (TypeError, ValueError):
-        return
+        return None
     try:
         signature.bind(*arguments)
     except TypeError:
-        wanted = ", ".join(LEAVES[kind])
-        raise error_at(
-            definition(fn),
-            f"a {kind} is called as {kind}({wanted}), and this one takes {signature}",
-        ) from None
+        return signature
+    return None

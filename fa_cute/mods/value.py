@@ -29,6 +29,7 @@ _REMEDIES = {
     "detach": "a gradient cannot be stopped inside a mod; leave detach out",
     "any": "a mod works on one element, so write the condition itself",
     "isin": "write (x == a) | (x == b), or index a captured bool tensor",
+    "setitem": "a mod changes no tensor; write where(condition, a, b)",
     "softmax": "attention applies the softmax itself; a mod changes one score",
     "stack": "only captured tensors have dimensions; write the elements out as arithmetic",
     "cat": "only captured tensors have dimensions; write the elements out as arithmetic",
@@ -62,8 +63,8 @@ class Value:
         return self.tape.dtype(self.at)
 
     @property
-    def shape(self) -> torch.Size:
-        return self.tape.shape(self.at)
+    def shape(self) -> Shape:
+        return Shape(self.tape.shape(self.at))
 
     @property
     def ndim(self) -> int:
@@ -74,8 +75,8 @@ class Value:
         """Where a new 0-d tensor is passed by value: a mod has no device of its own."""
         return torch.device("cpu")
 
-    def size(self) -> torch.Size:
-        return self.shape
+    def size(self, dimension: int | None = None) -> Shape | int:
+        return self.shape if dimension is None else self.shape[dimension]
 
     def dim(self) -> int:
         return self.ndim
@@ -104,6 +105,17 @@ class Value:
     def __round__(self, digits: int | None = None) -> Value:
         return self.round().int() if digits is None else self.round(decimals=digits)
 
+    def __repr__(self) -> str:
+        return f"<traced {self.tape.ops[self.at][0]}>"
+
+    def __format__(self, spec: str) -> str:
+        if spec:
+            self.tape.fail(
+                f"a traced value is formatted with {spec!r}, but it has no number while its mod is "
+                "traced; return it, or call the mod on torch's tensors to look at numbers"
+            )
+        return repr(self)
+
     def __bool__(self) -> NoReturn:
         self.tape.fail(_TRUTH)
 
@@ -123,6 +135,19 @@ class Value:
             raise AttributeError(name)
         message = f".{name} is asked of a traced value; {remedy(name)}"
         raise ModAttributeError(str(error_at(caller(), message)))
+
+
+class Shape(tuple):
+    """``()`` of a single value, ``(n,)`` of a short vector; an index past it is a ``ModError``."""
+
+    def __getitem__(self, key: object) -> object:
+        try:
+            return super().__getitem__(key)
+        except IndexError:
+            dimensions = "one dimension" if len(self) else "no dimensions: it is one element"
+            message = f"dimension {key} of a traced value is asked, which has {dimensions}"
+            remedy = "ask a captured tensor for its sizes, as bias.shape[-1]"
+            raise error_at(caller(), f"{message}; {remedy}") from None
 
 
 def whole(part: slice) -> bool:
