@@ -139,6 +139,8 @@ def measure(name: str, x: Inputs, stopwatch: Stopwatch) -> dict[str, Any]:
         Candidate("full", lambda: fa_cute.attention(*x)),
         Candidate("everywhere", everywhere),
     ]
+    if visits == "lists":  # what the function itself gets without plan_mask
+        candidates.append(Candidate("unplanned", lambda: fa_cute.attention(*x, mask_mod=mask)))
     row: dict[str, Any] = {"mask": name, "sizes": _described(name), "visits": visits}
     row["same"] = torch.equal(candidates[0].call(), everywhere())
     row["plan_ms"] = building_ms(plan)
@@ -233,15 +235,16 @@ def compile_only(names: list[str]) -> int:
     """Compile what the benchmark launches, without a GPU."""
     import fa_cute
     from fa_cute.host.compile import compiled
-    from fa_cute.mods.affine import ranges_of
+    from fa_cute.host.planning import takes_lists
     from fa_cute.mods.trace import trace_mask_mod
 
     static = {"head_dim": 128, "dtype": torch.bfloat16, "target": "sm_90a"}
     fa_cute.compile(**static)
     for name in names:
         mask = mask_of(name, "meta")
-        listed = ranges_of(trace_mask_mod(mask).graph) is None
+        listed = takes_lists(trace_mask_mod(mask).graph)
         kernel = fa_cute.compile(**static, mask_mod=mask, block_lists=listed)
+        fa_cute.compile(**static, mask_mod=mask)
         everywhere = compiled(dataclasses.replace(kernel.plan, visits="bounds"))
         print(name, kernel.plan.visits, kernel.resources, everywhere.resources, flush=True)
     return 0
@@ -249,13 +252,15 @@ def compile_only(names: list[str]) -> int:
 
 def summary(rows: list[dict[str, Any]]) -> str:
     """The table of all masks."""
-    header = ["mask", "visits", "full", "partial", "kept", "ours", "bound", "everywhere", "Flex"]
+    header = ["mask", "visits", "full", "partial", "kept", "ours", "bound", "unplanned"]
+    header += ["everywhere", "Flex"]
     header += ["plan", "Flex's", "compiled", "same"]
     lines = []
     for row in rows:
         tiles = row["full"] + row["partial"] + row["empty"]
         kept = f"{(row['full'] + row['partial']) / tiles:.1%}"
-        times = [row.get(key) for key in ("ours_ms", "bound_ms", "everywhere_ms", "flex_ms")]
+        names = ("ours", "bound", "unplanned", "everywhere", "flex")
+        times = [row.get(f"{name}_ms") for name in names]
         build = row.get("flex_build_ms", {})
         times += [row["plan_ms"], build.get("eager"), build.get("compiled")]
         cells = ["-" if t is None else f"{t:.3f}" for t in times]

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from fa_cute.host.planning import MOD_NAMES, Mods, make_plan
+from fa_cute.host.planning import MOD_NAMES, Mods, make_plan, takes_lists
 from fa_cute.host.target import check_target
 from fa_cute.mods.graph import Captured, Graph, Node
 from fa_cute.mods.trace import Traced
@@ -60,10 +60,10 @@ class Configuration:
         plan = make_plan(self._asked(), mods, check_target(self.target))
         if not self.block_lists:
             return plan, mods
-        if mods.mask_mod is None or plan.visits == "ranges":
+        if mods.mask_mod is None or not takes_lists(mods.mask_mod.graph):
             raise ValueError(
-                "block_lists is True, but lists come with a mask_mod without ranges of its own, "
-                "and this has " + ("none" if mods.mask_mod is None else "ranges: leave it out")
+                "block_lists is True, but lists are read for a mask_mod that no ranges tell, and "
+                + ("there is none" if mods.mask_mod is None else "ranges tell this: leave it out")
             )
         return replace(plan, visits="lists"), mods
 

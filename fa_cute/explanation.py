@@ -191,7 +191,8 @@ def _map_lines(blocks: MaskBlocks, plan: Plan | None, plot: str | Path | None) -
         "of the work is kept (causal and the window not counted)"
     )
     if ranges is not None:
-        yield f"mask: {len(ranges.ranges)} affine range(s) of keys a query"
+        exactly = "" if all(ranges.exact) else ", that hold more keys than it shows"
+        yield f"mask: {len(ranges.ranges)} affine range(s) of keys a query{exactly}"
     if plan is not None:
         yield f"mask: {_VISITS[plan.visits]}"
     kinds = blocks.kinds()[0, 0]

@@ -90,6 +90,9 @@ GALLERY = {
     "least": (1, lambda b, h, q, kv: torch.minimum(q, SCALAR + 40) >= torch.maximum(kv, q - 30)),
     "all": (1, lambda b, h, q, kv: q >= 0),
     "none": (0, lambda b, h, q, kv: (q > kv) & (kv < 0) & False),
+    "odd keys before": (1, lambda b, h, q, kv: (kv % 2 == 1) & (q >= kv)),
+    "a few and some": (2, lambda b, h, q, kv: ((q * kv % 5 == 0) & (kv > q + 20)) | (kv < 9)),
+    "not the unknown": (1, lambda b, h, q, kv: ~((q * kv % 5 == 0) | (kv >= PREFIX[b]))),
 }
 
 
@@ -122,16 +125,19 @@ def test_masks_that_are_not(mask: Callable) -> None:
 
 
 def test_which_variants_are_ranges() -> None:
+    """All of the gallery: some exactly, some by more keys than they show."""
     shape = variants.Shape(2, 4, 100, 100)
-    found = set()
+    exact, wider = set(), set()
     for name, variant in variants.ALL.items():
         mask = variant.build("cpu", shape).get("mask_mod")
-        if mask is not None and ranges_of(trace_mask_mod(mask).graph) is not None:
-            found.add(name)
-    assert found == {
+        if mask is not None:
+            found = ranges_of(trace_mask_mod(mask).graph)
+            (exact if all(found.exact) else wider).add(name)
+    assert exact == {
         *("causal", "sliding_window", "prefix_lm", "chunked", "block_causal", "longformer"),
         *("streaming_llm", "per_head_window"),
     }
+    assert wider == {"document", "causal_documents", "dilated", "neighbourhood", "tree"}
 
 
 def _atoms() -> st.SearchStrategy[Callable]:
@@ -150,6 +156,8 @@ def _atoms() -> st.SearchStrategy[Callable]:
         lambda n, m: lambda b, h, q, kv: q - kv <= WINDOWS[h] - n,
         lambda n, m: lambda b, h, q, kv: ON[b] ^ (kv - q > m),
         lambda n, m: lambda b, h, q, kv: (2 * kv - q) - kv < SCALAR + n,
+        lambda n, m: lambda b, h, q, kv: (q * kv + n) % 5 < 2,
+        lambda n, m: lambda b, h, q, kv: torch.minimum(kv % 16, q) <= (abs(m) + 1),
     ]
     return st.builds(lambda shape, n, m: shape(n, m), st.sampled_from(shapes), number, number)
 

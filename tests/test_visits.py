@@ -29,13 +29,14 @@ def planned(mask: Callable) -> Plan:
 
 
 def test_the_plan_chooses() -> None:
-    """Ranges where a mask has them, else lists of the kernel's own tile, else evaluation."""
+    """Ranges that tell it all, else lists of the kernel's own tile, else any ranges, else none."""
     mask = document(DOCUMENTS)
     assert planned(longformer()).visits == "ranges"
-    assert planned(mask).visits == "bounds"
+    assert planned(mask).visits == "ranges"
+    assert planned(lambda b, h, q, kv: DOCUMENTS[b, q] == DOCUMENTS[b, kv]).visits == "bounds"
     sizes = (2, None, 1024, 1024)
     assert planned(fa_cute.plan_mask(mask, *sizes)).visits == "lists"
-    assert planned(fa_cute.plan_mask(mask, *sizes, tile=(64, 64))).visits == "bounds"
+    assert planned(fa_cute.plan_mask(mask, *sizes, tile=(64, 64))).visits == "ranges"
     assert planned(fa_cute.plan_mask(longformer(), *sizes)).visits == "ranges"
     keys = {planned(m).key for m in (mask, fa_cute.plan_mask(mask, *sizes))}
     assert len(keys) == 2
@@ -86,7 +87,7 @@ def test_a_captured_tensor_that_is_too_small_is_named() -> None:
 
 def test_lists_are_for_masks_without_ranges() -> None:
     for mask in (None, longformer()):
-        with pytest.raises(ValueError, match="block_lists is True, but lists come with"):
+        with pytest.raises(ValueError, match="block_lists is True, but lists are read"):
             Configuration(**STATIC, mask_mod=mask, block_lists=True).plan()
     plan, _ = Configuration(**STATIC, mask_mod=document(DOCUMENTS), block_lists=True).plan()
     assert Configuration.of(plan).plan()[0] == plan

@@ -14,6 +14,7 @@ from fa_cute.plan import FwdConfig, Plan
 if TYPE_CHECKING:
     from fa_cute.host.blocks import MaskBlocks
     from fa_cute.host.problem import Problem
+    from fa_cute.mods.graph import Graph
     from fa_cute.mods.trace import Traced
 
 SUPPORTED_TARGETS = ("sm_90a",)
@@ -118,11 +119,18 @@ def make_plan(problem: Problem, mods: Mods, target: str) -> Plan:
     )
 
 
+def takes_lists(graph: Graph) -> bool:
+    """Whether the lists of a mask_mod may say more than ranges that a kernel computes itself."""
+    ranges = ranges_of(graph)
+    return ranges is None or not all(ranges.exact)
+
+
 def _visits(mods: Mods, config: FwdConfig) -> str:
     """Where the visited blocks come from; lists of another tile than the kernel's are not read."""
     if mods.mask_mod is None:
         return "bounds"
-    if ranges_of(mods.mask_mod.graph) is not None:
-        return "ranges"
+    graph = mods.mask_mod.graph
     listed = mods.blocks is not None and mods.blocks.tile == (config.tile_m, config.tile_n)
-    return "lists" if listed else "bounds"
+    if listed and takes_lists(graph):
+        return "lists"
+    return "bounds" if ranges_of(graph) is None else "ranges"

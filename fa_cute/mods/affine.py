@@ -5,6 +5,9 @@ A comparison is solved for kv: ``q - kv <= 100`` is ``kv >= q - 100``, ``kv // 6
 unites, ``~`` is pushed down to the comparisons; what depends on q alone opens or shuts a range.
 Solving moves terms across the comparison, which is right only where nothing wraps: every value of
 the mod and every term is bounded for positions below 2**30, and what may leave int32 is refused.
+
+What has no such form is taken as unknown: all keys may be visible, none is known to be. A range
+that an unknown narrows down is not ``exact``: it holds every key that is seen, and others.
 """
 
 from __future__ import annotations
@@ -38,22 +41,34 @@ class _Form(NamedTuple):
 
 
 class _Piece(NamedTuple):
-    """One range: kv is at least each of ``lows``, at most each of ``highs`` (terms)."""
+    """One range: kv is at least each of ``lows``, at most each of ``highs`` (terms).
+
+    ``exact``: every key in it is seen; otherwise some may not be.
+    """
 
     lows: frozenset[int] = frozenset()
     highs: frozenset[int] = frozenset()
+    exact: bool = True
+
+    @property
+    def is_everything(self) -> bool:
+        """No bound at all."""
+        return not self.lows and not self.highs
 
 
 @functools.lru_cache(maxsize=256)
 def ranges_of(graph: Graph) -> Ranges | None:
-    """The ranges that the mask_mod ``graph`` shows, or None: it has no such form."""
+    """The ranges that hold what the mask_mod ``graph`` shows, or None: nothing bounds them."""
     finder = _Finder(graph)
     try:
         pieces = finder.pieces(graph.result, negated=False)
         ranges = tuple(finder.closed(piece) for piece in pieces)
     except _NotRanges:
         return None
-    return Ranges(tuple(finder.terms), ranges, tuple(finder.inputs))
+    if any(piece.is_everything and not piece.exact for piece in pieces):
+        return None
+    exact = tuple(piece.exact for piece in pieces)
+    return Ranges(tuple(finder.terms), ranges, tuple(finder.inputs), exact)
 
 
 def input_graphs(graph: Graph) -> tuple[Graph, ...]:
@@ -121,7 +136,16 @@ class _Finder:
         return [extremum(a, c), extremum(b, d)]
 
     def pieces(self, at: int, *, negated: bool) -> list[_Piece]:
-        """The ranges where a bool node is True (with ``negated``: False)."""
+        """The ranges that hold the keys where a bool node is True (with ``negated``: False)."""
+        before = len(self.terms), len(self.inputs)
+        try:
+            return self._pieces(at, negated)
+        except _NotRanges:
+            # What the attempt left behind goes: a kernel computes every term and input.
+            del self.terms[before[0] :], self.spans[before[0] :], self.inputs[before[1] :]
+            return [_Piece(exact=False)]
+
+    def _pieces(self, at: int, negated: bool) -> list[_Piece]:
         node = self.graph.nodes[at]
         if node.type != "bool" or node.width != 1:
             raise _NotRanges
@@ -363,7 +387,9 @@ _FORMS: dict[str, Callable[..., _Form]] = {
 
 
 def _both(x: list[_Piece], y: list[_Piece]) -> list[_Piece]:
-    return _few(_Piece(a.lows | b.lows, a.highs | b.highs) for a in x for b in y)
+    return _few(
+        _Piece(a.lows | b.lows, a.highs | b.highs, a.exact and b.exact) for a in x for b in y
+    )
 
 
 def _either(x: list[_Piece], y: list[_Piece]) -> list[_Piece]:

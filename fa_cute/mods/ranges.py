@@ -6,9 +6,10 @@ queries, with plain arithmetic on Python's ints or the compiler's Int32 alike, s
 from the lengths at run time which blocks to visit: no list, no memory. ``affine.py`` finds the
 ranges in a mod's graph. A leaf: it imports nothing but the standard library.
 
-A key kv is visible to query q when, for some range, ``low(q) <= kv <= high(q)``. Over a tile of
-queries the least low and the greatest high bound what any row sees; the greatest low and the least
-high bound what every row sees, and blocks between those need no mask.
+A key kv is visible to query q when, for some range, ``low(q) <= kv <= high(q)``; one that is not
+``exact`` holds other keys too, and none of its blocks goes without a mask. Over a tile of queries
+the least low and the greatest high bound what any row sees; the greatest low and the least high
+bound what every row sees, and blocks between those need no mask.
 """
 
 from __future__ import annotations
@@ -41,11 +42,13 @@ class Term(NamedTuple):
 class Ranges:
     """``ranges``: pairs of terms (low, high), ends included. ``inputs``: positions of the nodes of
     the mod's graph, int32 or bool (0 or 1), that change from one (batch, head) to another only.
+    ``exact``: for each range, whether all of it is visible.
     """
 
     terms: tuple[Term, ...]
     ranges: tuple[tuple[int, int], ...]
     inputs: tuple[int, ...]
+    exact: tuple[bool, ...]
 
 
 class Run(NamedTuple):
@@ -135,6 +138,10 @@ def runs(
     found = [
         _blocks(bounds[low], bounds[high], seqlen_k, tile_n, integers)
         for low, high in ranges.ranges
+    ]
+    found = [
+        run if exact else run._replace(middle_begin=run.begin, middle_end=run.begin)
+        for run, exact in zip(found, ranges.exact, strict=True)
     ]
     if ranges.inputs and found:
         blocks = (seqlen_k + tile_n - 1) // tile_n

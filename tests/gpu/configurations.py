@@ -17,7 +17,7 @@ import torch
 import fa_cute
 from fa_cute import variants
 from fa_cute.host.compile import compiled
-from fa_cute.mods.affine import ranges_of
+from fa_cute.host.planning import takes_lists
 from fa_cute.mods.trace import trace_mask_mod
 
 from . import modifiers
@@ -191,6 +191,7 @@ MASKS: dict[str, Configuration] = {
     "scattered-causal": C(mods=modifiers.scattered, causal=True, block_lists=True),
     "scattered-window": C(64, mods=modifiers.scattered, window=(True, True), block_lists=True),
     "scattered-left": C(mods=modifiers.scattered, window=(True, False), block_lists=True),
+    "apart": C(mods=modifiers.apart, block_lists=True),
     "biased": C(mods=modifiers.biased, block_lists=True),
     "biased-ranges": C(mods=modifiers.biased_ranges, ratio=3),
 }
@@ -203,13 +204,15 @@ def variant(name: str) -> Configuration:
 
 
 def masks() -> dict[str, Configuration]:
-    """``MASKS`` and every mask in ``fa_cute.variants``, planned where it has no ranges."""
+    """``MASKS`` and every mask in ``fa_cute.variants``; also planned where lists say more."""
     found = dict(MASKS)
     for name, member in variants.ALL.items():
         if member.kind == "mask_mod":
             (mask_mod,) = member.build("meta", variants.Shape()).values()
-            ranges = ranges_of(trace_mask_mod(mask_mod).graph)
-            found[name] = replace(variant(name), block_lists=ranges is None)
+            listed = takes_lists(trace_mask_mod(mask_mod).graph)
+            found[name] = variant(name)
+            if listed:
+                found[f"{name}-planned"] = replace(variant(name), block_lists=True)
     return found
 
 
@@ -227,7 +230,9 @@ def everything() -> Iterator[tuple[str, Configuration]]:
         "sinks": SINKS,
         "variants": {name: variant(name) for name in variants.ALL},
         "masks": masks(),
-        "masks everywhere": {name: replace(c, everywhere=True) for name, c in masks().items()},
+        "masks everywhere": {
+            name: replace(c, everywhere=True, block_lists=False) for name, c in masks().items()
+        },
     }
     for group, members in groups.items():
         for name, configuration in members.items():

@@ -208,6 +208,14 @@ def scattered(device: torch.device, shape: Shape) -> Mods:
     return {"mask_mod": mask_mod}
 
 
+def apart(device: torch.device, shape: Shape) -> Mods:
+    """Documents of which none sees another, nor itself."""
+    length = max(shape.seqlen_q, shape.seqlen_k)
+    number = torch.arange(length, device=device, dtype=torch.int32).expand(shape.batch, -1)
+    limit = torch.tensor(length)
+    return {"mask_mod": lambda b, h, q, kv: number[b, q] == number[b, kv] + limit}
+
+
 def biased(device: torch.device, shape: Shape) -> Mods:
     """A score_mod with a captured tensor beside scattered blocks."""
     return alibi(device, shape) | scattered(device, shape)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from typing import Any
 
 import pytest
 import torch
 
 import fa_cute
-from fa_cute import api, variants
+from fa_cute import api
 from fa_cute.host.compile import compiled
 from fa_cute.host.planning import Mods
 
@@ -20,12 +19,13 @@ from .modifiers import Shape
 
 pytestmark = pytest.mark.gpu
 LENGTHS = ((1, 1), (129, 129), (300, 1000), (1000, 300), (1337, 1337))
-NAMES = sorted([*MASKS, *(name for name, v in variants.ALL.items() if v.kind == "mask_mod")])
+ALL = masks()
 
 
-@functools.cache
-def _configuration(name: str) -> Configuration:
-    return masks()[name]
+def _inputs(name: str, lengths: tuple[int, int], **options: Any) -> Inputs:
+    # A variant may hold the number of heads as a constant: the compiled one's.
+    heads = 2 if name in MASKS else Shape().heads
+    return inputs(ALL[name], lengths, heads_k=heads, **options)
 
 
 def _run_time(name: str) -> dict[str, Any]:
@@ -64,12 +64,11 @@ def _everywhere(
 
 
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", sorted(ALL))
 def test_as_everywhere(name: str, lengths: tuple[int, int]) -> None:
     """Bit for bit what evaluating the mask on every block gives; with a score_mod, too."""
-    configuration = _configuration(name)
-    heads = Shape().heads if name in variants.ALL else 2
-    x = inputs(configuration, lengths, heads_k=heads, kind="outliers")
+    configuration = ALL[name]
+    x = _inputs(name, lengths, kind="outliers")
     options = arguments(configuration, x, **_run_time(name), **_sinks(configuration, x))
     options = _planned(configuration, x, options)
     torch.full((64 << 20,), torch.nan, device=x.q.device)  # poison what the allocator hands out
@@ -81,22 +80,19 @@ def test_as_everywhere(name: str, lengths: tuple[int, int]) -> None:
     judge(configuration, x, options, (out, lse))
 
 
-@pytest.mark.parametrize("name", ["cutoffs", "ends", "scattered", "document", "longformer"])
+@pytest.mark.parametrize("name", ["cutoffs", "ends", "scattered", "document-planned", "longformer"])
 def test_long(name: str) -> None:
     """Many consecutive empty tiles, and more tiles than CTAs: no hang, no difference."""
-    configuration = _configuration(name)
-    heads = Shape().heads if name in variants.ALL else 2
-    x = inputs(configuration, (8100, 16300), heads_k=heads)
+    configuration = ALL[name]
+    x = _inputs(name, (8100, 16300))
     options = _planned(configuration, x, arguments(configuration, x))
     out, lse = call(configuration, x, **options)
     right, right_lse, _ = _everywhere(configuration, x, options)
     assert torch.equal(out, right) and torch.equal(lse, right_lse)
 
 
-def test_planned_for_another_tile_is_evaluated_everywhere() -> None:
-    """Lists of another tile are not read, and the result is right."""
-    configuration = dataclasses.replace(_configuration("document"), block_lists=False)
-    x = inputs(configuration, (300, 300), heads_k=Shape().heads)
+def test_lists_of_another_tile_are_not_read() -> None:
+    configuration, x = ALL["document"], _inputs("document", (300, 300))
     options = arguments(configuration, x)
     blocks = fa_cute.plan_mask(
         options["mask_mod"], 2, Shape().heads, 300, 300, device=x.q.device, tile=(32, 32)
@@ -106,24 +102,18 @@ def test_planned_for_another_tile_is_evaluated_everywhere() -> None:
 
 
 def test_a_mask_that_keeps_nothing() -> None:
-    configuration = _configuration("document")
-    x = inputs(configuration, (300, 300), heads_k=Shape().heads)
-    device = x.q.device
-    documents = torch.arange(300, device=device).expand(2, 300)
-
-    def mask_mod(b, h, q, kv):
-        return (documents[b, q] == documents[b, kv] + 1000) & (q >= kv)
-
-    blocks = fa_cute.plan_mask(mask_mod, 2, None, 300, 300, device=device)
-    assert blocks.counts().empty == 2 * 9
-    out, lse = fa_cute.attention(*x, mask_mod=blocks, return_lse=True)
+    """Lists without an entry: no block is loaded, every row is 0 and -inf."""
+    configuration, x = ALL["apart"], _inputs("apart", (300, 300))
+    options = _planned(configuration, x, arguments(configuration, x))
+    assert options["mask_mod"].counts().empty == 2 * 9
+    out, lse = call(configuration, x, **options)
     assert (out == 0).all() and (lse == -torch.inf).all()
 
 
 def test_lists_in_a_captured_graph() -> None:
     """A call with lists waits for nothing: it can be captured, and replayed after new inputs."""
-    configuration = _configuration("document")
-    x = inputs(configuration, (1000, 1000), heads_k=Shape().heads)
+    configuration = ALL["document-planned"]
+    x = _inputs("document-planned", (1000, 1000))
     options = _planned(configuration, x, arguments(configuration, x))
     eager, _ = call(configuration, x, **options)
     graph = torch.cuda.CUDAGraph()
@@ -138,7 +128,7 @@ def test_lists_in_a_captured_graph() -> None:
 @pytest.mark.parametrize("name", ["document", "scattered"])
 def test_plan_on_the_device_as_on_the_cpu(name: str) -> None:
     """The lists that the device makes are those that the CPU makes."""
-    configuration = _configuration(name)
+    configuration = ALL[name]
     shape = Shape(2, 8, 1337, 1500)
     lists = []
     for device in ("cuda", "cpu"):
@@ -149,21 +139,7 @@ def test_plan_on_the_device_as_on_the_cpu(name: str) -> None:
     assert all(torch.equal(a, b) for a, b in zip(*lists, strict=True))
 
 
-def test_a_block_mask_of_flex_attention() -> None:
-    """FlexAttention's BlockMask, planned: the mask_mod's own result."""
-    from torch.nn.attention.flex_attention import create_block_mask
-
-    configuration = _configuration("document")
-    x = inputs(configuration, (1000, 1000), heads_k=Shape().heads)
-    options = arguments(configuration, x)
-    theirs = create_block_mask(options["mask_mod"], 2, None, 1000, 1000, device="cuda")
-    out, lse = call(configuration, x, **_planned(configuration, x, options))
-    blocks = fa_cute.plan_mask(theirs, 2, None, 1000, 1000, device="cuda")
-    again, again_lse = call(configuration, x, **options | {"mask_mod": blocks})
-    assert torch.equal(out, again) and torch.equal(lse, again_lse)
-
-
 def test_check_with_everything_on_top() -> None:
     """Causal, a window and GQA over ranges with captured numbers, at a length inside a tile."""
-    configuration = _configuration("cutoffs-window")
+    configuration = ALL["cutoffs-window"]
     check(configuration, inputs(configuration, (777, 999), heads_k=3), window=(150, 40))
