@@ -201,6 +201,17 @@ def test_unsound_arithmetic_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     affine.ranges_of.cache_clear()
 
 
+def test_which_tiles_are_long() -> None:
+    """The last ones under causal, the first under its opposite and under global tokens."""
+    long_first = {name for name, (_, mask) in GALLERY.items() if _shrinks(mask)}
+    assert long_first == {"longformer"}
+    assert _shrinks(lambda b, h, q, kv: q <= kv) and not _shrinks(lambda b, h, q, kv: q >= kv)
+
+
+def _shrinks(mask: Callable) -> bool:
+    return ranges.shrinking(ranges_of(trace_mask_mod(mask).graph))
+
+
 def test_a_huge_input_decides_nothing() -> None:
     """A window of 2**31 - 1 would wrap in a sum: every block is visited, with its mask."""
     traced = trace_mask_mod(GALLERY["per head"][1])

@@ -149,6 +149,18 @@ def runs(
     return _disjoint(found, integers)
 
 
+def shrinking(ranges: Ranges) -> bool:
+    """Whether the first queries see more keys than the last ones: a guess, with inputs of 0."""
+    length, tile = 1 << 16, 128
+    zeros = [0] * len(ranges.inputs)
+
+    def visited(begin: int) -> int:
+        found = runs(ranges, zeros, (begin, begin + tile), (length, length), tile)
+        return sum(run.end - run.begin for run in found)
+
+    return visited(0) > visited(length - tile)
+
+
 def clipped(run: Run, within: Any, integers: Integers = PYTHON) -> Run:
     """``run`` under causal and the window too; ``within`` is their ``KvSpans`` of the same tile."""
     low, high = integers.minimum, integers.maximum
