@@ -38,7 +38,7 @@ def stage_of(slot: int, name: str = "k", size: int = BYTES) -> Range:
     return Range("shared", ("*", ("slot", slot), size), size, name)
 
 
-FILL = (Wait("k", "fill", 0), Copy(0, stage_of(0), BYTES))
+FILL = (Wait("k", "fill", 0), Arrive(0, "full"), Copy(0, stage_of(0), BYTES))
 SCORES = Range("registers", 0, 1, "s")
 MULTIPLY = Product((stage_of(1),), (SCORES,))
 READ = Touch(SCORES, False)

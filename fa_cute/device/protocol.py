@@ -90,7 +90,10 @@ class Wait(NamedTuple):
 
 
 class Arrive(NamedTuple):
-    """Arrive on the slot's "full" or "empty"; ``commit``: when this warp's products are done."""
+    """Arrive on the slot's "full" or "empty"; ``commit``: when this warp's products are done.
+
+    On a full barrier the ring's bytes by TMA, if any, are announced too.
+    """
 
     slot: int
     side: str
@@ -341,10 +344,6 @@ class _Run:
                     f"lap {lap}, after {barrier.completed} phases where {wanted} were to be over"
                 )
             _join(warp.clock, barrier.done)
-        if filling and table.tx_bytes:
-            full = self.mbarrier(ring, "full", stage)
-            full.bytes += table.tx_bytes
-            self.arrived(warp, full, (ring, stage, lap), warp.clock)
         filled = self.filled.setdefault((ring, turn), warp.tile)
         if filled != warp.tile:
             raise self.fault(
@@ -372,6 +371,8 @@ class _Run:
         if op.side == "empty" and not table.freed:
             return True
         barrier = self.mbarrier(slot[0], op.side, slot[1])
+        if op.side == "full":
+            barrier.bytes += table.tx_bytes
         if op.commit:
             clock = {**warp.clock, ("mma", warp.number): warp.products}
             self.pending.append(("commit", warp, barrier, slot, clock))
