@@ -246,7 +246,8 @@ class Recorder:
             owner = getattr(at.owner, "operation", at.owner)
             if getattr(owner, "name", "") in FRAGMENTS and "rmem" in str(at.type):
                 fragment = self.fragments.setdefault(hash(at), len(self.fragments))
-            todo += [(_plain(o), depth + 1) for o in getattr(owner, "operands", ())]
+            if not getattr(owner, "name", "").endswith("load"):  # what memory says is no address
+                todo += [(_plain(o), depth + 1) for o in getattr(owner, "operands", ())]
         self.found[hash(value)] = tuple(buffers), tuple(slots), fragment
         return self.found[hash(value)]
 

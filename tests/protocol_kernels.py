@@ -1,0 +1,91 @@
+"""Recorded kernels for the protocol check: their programs, and the scenarios that they walk."""
+
+from __future__ import annotations
+
+import functools
+import random
+import warnings
+from typing import Any, NamedTuple
+
+from fa_cute.host import compile as compiling
+from fa_cute.plan import BACKWARD, Plan
+
+
+class Recorded(NamedTuple):
+    """A kernel's program, and what the recorder could not express."""
+
+    program: Any
+    unknown: tuple[str, ...]
+
+
+@functools.cache
+def recorded(plan: Plan) -> Recorded:
+    """Trace the kernel of ``plan``; nothing is compiled."""
+    import cutlass.cute as cute
+    from cutlass.cute.runtime import make_fake_stream
+
+    from fa_cute.device.recorder import recording
+
+    kernel = compiling._entry(plan)
+    stream = make_fake_stream(use_tvm_ffi_env_stream=True)
+    named = ["spans"] if plan.direction == BACKWARD else ["visits", "spans"]
+    messages, private = {}, {"scratch": "math"}
+    if getattr(kernel, "noted", False):
+        messages["next", 1] = "count"
+        named = ["visits"]
+    options = f"--enable-tvm-ffi --gpu-arch {plan.target}"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with recording(kernel, named, messages, private) as record:
+            cute.compile(
+                kernel,
+                *compiling._fake_arguments(plan),
+                stream,
+                options=options,
+                no_jit_engine=True,
+            )
+    return Recorded(record.program, tuple(record.unknown))
+
+
+def scenarios(plan: Plan, count: int, seed: int = 0) -> list:
+    """Small trip counts: tiles of the forward (some see nothing), one tile of the backward."""
+    from fa_cute.device.protocol import Scenario
+
+    rng, found = random.Random(seed), []
+    if plan.direction == BACKWARD:
+        return [Scenario((_queries(rng, plan),)) for _ in range(count)]
+    for i in range(count):
+        tiles = 1 + i % 4
+        found.append(Scenario(tuple(_keys(rng, plan) for _ in range(tiles))))
+    return found
+
+
+def _keys(rng: random.Random, plan: Plan) -> dict[str, int]:
+    """Spans as ``spans.KvSpans`` has them, with the edges that the plan can have."""
+    left = rng.randrange(3) * plan.window[0]
+    right = rng.randrange(3) * (plan.causal or plan.window[1])
+    middle, begin = rng.randrange(4), rng.randrange(3)
+    if rng.random() < 0.25:
+        return {
+            **dict.fromkeys(("begin", "middle_begin", "middle_end", "last", "end"), begin),
+            "count": 0,
+        }
+    last = begin + left + middle + right
+    return {
+        "begin": begin,
+        "middle_begin": begin + left,
+        "middle_end": begin + left + middle,
+        "last": last,
+        "end": last + 1,
+        "count": last + 1 - begin,
+    }
+
+
+def _queries(rng: random.Random, plan: Plan) -> dict[str, int]:
+    """Spans as ``spans.QSpans`` has them, with the edges that the plan can have."""
+    cuts = sorted(rng.randrange(6) for _ in range(4))
+    if rng.random() < 0.25:
+        cuts = [2] * 4
+    if not plan.window[0] and plan.score_mod is None and plan.mask_mod is None:
+        cuts[2] = cuts[3]
+    return dict(zip(("begin", "middle_begin", "middle_end", "end"), cuts, strict=True))
