@@ -39,8 +39,8 @@ def build(score_mod: Callable) -> Callable:
 
 def slopes(
     score_mod: Callable, scores: torch.Tensor, weights: torch.Tensor, scale: float
-) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """``weights`` times d mod / d score, and the gradients of the captured tensors that have one.
+) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
+    """``weights`` times d mod / d score, and the gradients of captured tensors, by their id.
 
     ``scores`` and ``weights``: (B, H, Sq, Sk) fp32, whole tiles of 64.
     """
@@ -53,7 +53,8 @@ def slopes(
     captured = tuple(tensor.detach() for tensor in traced.captured)
     given = (captured or None, traced.scalars or None, tuple(targets) or None)
     build(score_mod)(scores, weights, out, given, scale)
-    return out.mT, targets
+    ids = [id(traced.captured[slot]) for slot in taught(graph)]
+    return out.mT, dict(zip(ids, targets, strict=True))
 
 
 def _derivative(score_mod: Callable) -> Graph:
