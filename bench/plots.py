@@ -1,7 +1,8 @@
 """Pictures of result files: ``python -m bench.plots bench/results/*.json --into docs/figures``.
 
 Bars a case for ``attention`` files, and a curve by length a mask and head dim; memory and error by
-length for ``figures`` files. Needs matplotlib (the ``bench`` extra).
+length for ``figures`` files; seconds for ``compile-time`` files. Needs matplotlib (the ``bench``
+extra).
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import statistics
 import sys
 from collections import defaultdict
 from pathlib import Path
@@ -20,6 +22,7 @@ COLOURS = {
     "fa4": "#6aa84f",
     "cudnn": "#8e7cc3",
     "fa2": "#999999",
+    "cutlass": "#2c6fbb",
     "flex": "#e69138",
     "eager": "#555555",
 }
@@ -34,7 +37,7 @@ def main(argv: list[str] | None = None) -> int:
     arguments.into.mkdir(parents=True, exist_ok=True)
     for path in arguments.files:
         result = json.loads(path.read_text())
-        draw = {"attention": _attention, "figures": _figures}.get(result.get("kind"))
+        draw = KINDS.get(result.get("kind"))
         if draw is None:
             print(f"{path}: no picture for kind {result.get('kind')!r}")
             continue
@@ -116,6 +119,28 @@ def _figures(result: dict[str, Any]) -> list[tuple[str, Any]]:
     return [("memory-error", figure)]
 
 
+def _compile_time(result: dict[str, Any]) -> list[tuple[str, Any]]:
+    """Wall seconds, medians over the repeats, on a logarithmic scale: a bar for each way."""
+    plt = _pyplot()
+    seconds = defaultdict(list)
+    for row in result["rows"]:
+        way = (row["target"], row["direction"], row["case"], row["who"], row["what"])
+        seconds[way].append(row["wall"])
+    ways = sorted(seconds, reverse=True)
+    medians = [max(statistics.median(seconds[way]), 1e-5) for way in ways]
+    figure, axes = plt.subplots(figsize=(8, 1 + 0.17 * len(ways)))
+    colours = [COLOURS.get(who, COLOURS["eager"]) for _, _, _, who, _ in ways]
+    axes.barh(range(len(ways)), medians, color=colours)
+    axes.set_yticks(range(len(ways)), [" ".join(way) for way in ways], fontsize=6)
+    for at, median in enumerate(medians):
+        axes.text(median * 1.1, at, f"{median:.2g}", va="center", fontsize=6)
+    axes.set_xscale("log")
+    axes.set_xlabel("seconds")
+    axes.grid(axis="x", alpha=0.3)
+    axes.set_title(f"{result['cpu']}, {result['date'][:10]}, {result['commit']}", fontsize=9)
+    return [("seconds", figure)]
+
+
 def _finished(figure: Any, axes: Any, result: dict[str, Any] | None, label: str) -> Any:
     axes.set_ylabel(label)
     axes.grid(axis="y", alpha=0.3)
@@ -137,6 +162,8 @@ def _pyplot() -> Any:
 
     return plt
 
+
+KINDS = {"attention": _attention, "figures": _figures, "compile-time": _compile_time}
 
 if __name__ == "__main__":
     sys.exit(main())

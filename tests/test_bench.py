@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench import peers
+from bench import compile_time, peers, plots
 from bench.attention import summary
 from bench.cases import VARIANTS, Case
 from bench.results import Report, command, table
@@ -100,3 +100,48 @@ def test_inputs_have_outliers() -> None:
     x = Case(64, 512, batch=1, heads=4, heads_kv=4).tensors("cpu")
     assert x.q.abs().max() > 10 and x.q.dtype == torch.bfloat16
     assert x.q.shape == (1, 512, 4, 64)
+
+
+def _compile_times(tmp_path: Path) -> Report:
+    report = Report("compile-time", {"cpu": "a CPU", "commit": "c"}, tmp_path / "compile.json")
+    way = {"who": "ours", "target": "sm_90a", "case": "plain", "direction": "forward"}
+    for wall in (3.0, 1.0, 2.0):
+        report.rows.append(way | {"what": "after", "wall": wall, "cpu": 2 * wall, "peak_gib": 0.5})
+    report.rows.append(way | {"what": "disk", "wall": 0.002, "cpu": 0.001, "peak_gib": 0.2})
+    report.save()
+    return report
+
+
+def test_compile_times_are_medians_by_way(tmp_path: Path) -> None:
+    report = _compile_times(tmp_path)
+    after, disk = compile_time.summary(report.rows).splitlines()[2:]
+    assert after.split() == "sm_90a forward plain ours after 2.000 4.000 0.5 3".split()
+    assert disk.split()[-4:] == ["0.002", "0.001", "0.2", "1"]
+
+
+def test_compile_times_are_drawn(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    report = _compile_times(tmp_path)
+    assert plots.main([str(report.path), "--into", str(tmp_path)]) == 0
+    assert (tmp_path / "compile-seconds.png").stat().st_size > 0
+
+
+def test_usage_counts_the_children() -> None:
+    """What nvcc's own children take is its: a shell's child burns half a second of CPU here."""
+    burn = "import time\nend = time.process_time() + 0.5\nwhile time.process_time() < end: pass"
+    command = ["sh", "-c", f"{sys.executable} -c '{burn}'; echo done"]
+    out, usage = compile_time.run(command)
+    assert out == "done\n"
+    assert usage.cpu >= 0.5
+    assert usage.wall >= usage.cpu * 0.9
+    with pytest.raises(RuntimeError, match="ended with 3: wrong"):
+        compile_time.run(["sh", "-c", "echo wrong >&2; exit 3"])
+
+
+def test_without_a_compiler_it_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    out = tmp_path / "compile.json"
+    assert compile_time.main(["--only", "cutlass,fa3", "--out", str(out)]) == 0
+    assert "nvcc is not on the PATH" in capsys.readouterr().out
