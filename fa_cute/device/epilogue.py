@@ -91,22 +91,6 @@ def store_rows(
                     _store_vector(vectors[block], g_row, first)
 
 
-@cute.jit
-def store_zeros(g_out: cute.Tensor, row: Int32, rows: Int32) -> None:
-    """Write zeros to ``row`` and ``row + 8`` of (Sq, Dv), as ``store_rows``: no shuffles."""
-    lane = cute.arch.lane_idx() % QUAD
-    zeros = [Uint32(0)] * QUAD
-    for r in cutlass.range_constexpr(FRAGMENT_ROWS):
-        if row + 8 * r < rows:
-            g_row = g_out[row + 8 * r, None]
-            for block in cutlass.range_constexpr(-(-cute.size(g_row) // BLOCK_COLUMNS)):
-                first, real = vectors_of(block, lane, cute.size(g_row))
-                if const_expr(real is True):
-                    _store_vector(zeros, g_row, first)
-                elif real:
-                    _store_vector(zeros, g_row, first)
-
-
 def _store_vector(words: list[Uint32], g_row: cute.Tensor, first: Int32) -> None:
     """Write 8 columns of ``g_row`` (Dv,) from column ``first`` on: 16 bytes, aligned."""
     vector = cute.make_rmem_tensor(QUAD, Uint32)

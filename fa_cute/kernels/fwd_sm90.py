@@ -355,8 +355,10 @@ class FwdSm90:
                 rows = Mods(*(self.enter(mod, place, row) for mod in mods))
                 rings = self.attend(x, rings, buffers, (work, rows), walk)
             else:
+                o = cute.make_rmem_tensor(self.plan.width_v // 2, Float32)
+                o.fill(0.0)
                 log = -Float32.inf if const_expr(sink is None) else sink
-                self.store(x, work, None, [log] * mma_sm90.FRAGMENT_ROWS)
+                self.store(x, work, o, [log] * mma_sm90.FRAGMENT_ROWS)
             if const_expr(not self.noted):
                 with rings.next.drain() as header:
                     tile = buffers.next[0, header.index]
@@ -526,15 +528,12 @@ class FwdSm90:
             o=cute.make_rmem_tensor(x.pv.partition_shape_C((c.tile_m, plan.width_v)), Float32),
         )
 
-    def store(self, x: Operands, work: Work, o: cute.Tensor | None, logs: list) -> None:
-        """Round O (None: zeros) and write it with its LSE, but no row past the last query."""
+    def store(self, x: Operands, work: Work, o: cute.Tensor, logs: list) -> None:
+        """Round O and write it with its LSE; rows past the last query are not written."""
         place, rows = work.place, x.bounds.seqlen_q
+        rounded = cute.make_rmem_tensor(o.layout, self.dtype)
+        mma_sm90.convert(o, rounded)
         g_out = x.out[place.batch, None, place.head, None]
-        if o is None:
-            epilogue.store_zeros(g_out, work.row, rows)
-        else:
-            rounded = cute.make_rmem_tensor(o.layout, self.dtype)
-            mma_sm90.convert(o, rounded)
-            epilogue.store_rows(rounded, g_out, work.row, rows)
+        epilogue.store_rows(rounded, g_out, work.row, rows)
         if const_expr(x.lse is not None):
             epilogue.store_lse(logs, x.lse[place.batch, place.head, None], work.row, rows)
