@@ -17,6 +17,7 @@ import torch
 import fa_cute
 from tests.gpu.configurations import (
     HEAD_DIMS,
+    MASKS,
     MODS,
     PLAIN,
     RATIOS,
@@ -25,7 +26,7 @@ from tests.gpu.configurations import (
     WINDOWS,
     Configuration,
 )
-from tests.gpu.judging import DEVICE, arguments, call, inputs
+from tests.gpu.judging import DEVICE, arguments, call, inputs, planned
 
 KINDS: dict[str, tuple[Configuration, tuple[int, int], dict]] = {
     "full d128": (PLAIN["d128-bf16-full-3"], (200, 300), {}),
@@ -50,6 +51,9 @@ KINDS: dict[str, tuple[Configuration, tuple[int, int], dict]] = {
     "padded d248": (HEAD_DIMS["248"], (129, 200), {}),
     "d256, both mods": (WIDE_MODS["256-both"], (200, 200), {}),
     "d256, diagonal": (WIDE_MODS["256-tight_diagonal"], (129, 200), {}),
+    "mask, ranges": (MASKS["cutoffs-causal"], (200, 500), {}),
+    "mask, lists": (MASKS["scattered-causal"], (500, 700), {}),
+    "mask, lists of nothing": (MASKS["apart"], (200, 300), {}),
     "sinks": (SINKS["128-causal"], (300, 200), {}),
 }
 
@@ -67,6 +71,7 @@ def main(argv: list[str] | None = None) -> int:
         if configuration.sinks:
             run_time = run_time | {"sinks": torch.linspace(-1, 1, x.q.shape[2], device=DEVICE)}
         options = arguments(configuration, x, **run_time)
+        options = planned(configuration, x, options)
         out, _ = call(configuration, x, **options)
         torch.cuda.synchronize()
         right = fa_cute.reference.attention(*x, **options)

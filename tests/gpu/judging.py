@@ -73,6 +73,15 @@ def arguments(configuration: Configuration, x: Inputs, **run_time: Any) -> dict[
     return {"causal": configuration.causal} | mods | run_time
 
 
+def planned(configuration: Configuration, x: Inputs, options: dict[str, Any]) -> dict[str, Any]:
+    """The options with their mask planned, where the configuration reads lists."""
+    if not configuration.block_lists:
+        return options
+    device, dim = x.q.device, configuration.head_dim
+    blocks = fa_cute.plan_mask(options["mask_mod"], *x.shape, device=device, head_dim=dim)
+    return options | {"mask_mod": blocks}
+
+
 def call(configuration: Configuration, x: Inputs, **options: Any) -> tuple[torch.Tensor, Any]:
     """``fa_cute.attention`` by keyword; (out, lse), lse None where the kernel has none."""
     result = fa_cute.attention(*x, return_lse=configuration.return_lse, **options)

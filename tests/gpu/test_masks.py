@@ -14,7 +14,7 @@ from fa_cute.host.compile import compiled
 from fa_cute.host.planning import Mods
 
 from .configurations import MASKS, Configuration, masks
-from .judging import Inputs, arguments, call, check, inputs, judge
+from .judging import Inputs, arguments, call, check, inputs, judge, planned
 from .modifiers import Shape
 
 pytestmark = pytest.mark.gpu
@@ -39,16 +39,6 @@ def _sinks(configuration: Configuration, x: Inputs) -> dict[str, torch.Tensor]:
     return {"sinks": torch.linspace(-1, 2, heads, device=x.q.device)} if configuration.sinks else {}
 
 
-def _planned(configuration: Configuration, x: Inputs, options: dict[str, Any]) -> dict[str, Any]:
-    """The options with their mask planned, where the configuration reads lists."""
-    if not configuration.block_lists:
-        return options
-    shape = (x.q.shape[0], x.q.shape[2], x.q.shape[1], x.k.shape[1])
-    dim = configuration.head_dim
-    blocks = fa_cute.plan_mask(options["mask_mod"], *shape, device=x.q.device, head_dim=dim)
-    return options | {"mask_mod": blocks}
-
-
 def _everywhere(
     configuration: Configuration, x: Inputs, options: dict[str, Any]
 ) -> tuple[torch.Tensor, torch.Tensor, str]:
@@ -70,7 +60,7 @@ def test_as_everywhere(name: str, lengths: tuple[int, int]) -> None:
     configuration = ALL[name]
     x = _inputs(name, lengths, kind="outliers")
     options = arguments(configuration, x, **_run_time(name), **_sinks(configuration, x))
-    options = _planned(configuration, x, options)
+    options = planned(configuration, x, options)
     torch.full((64 << 20,), torch.nan, device=x.q.device)  # poison what the allocator hands out
     out, lse = call(configuration, x, **options)
     right, right_lse, visits = _everywhere(configuration, x, options)
@@ -85,7 +75,7 @@ def test_long(name: str) -> None:
     """Many consecutive empty tiles, and more tiles than CTAs: no hang, no difference."""
     configuration = ALL[name]
     x = _inputs(name, (8100, 16300))
-    options = _planned(configuration, x, arguments(configuration, x))
+    options = planned(configuration, x, arguments(configuration, x))
     out, lse = call(configuration, x, **options)
     right, right_lse, _ = _everywhere(configuration, x, options)
     assert torch.equal(out, right) and torch.equal(lse, right_lse)
@@ -104,7 +94,7 @@ def test_lists_of_another_tile_are_not_read() -> None:
 def test_a_mask_that_keeps_nothing() -> None:
     """Lists without an entry: no block is loaded, every row is 0 and -inf."""
     configuration, x = ALL["apart"], _inputs("apart", (300, 300))
-    options = _planned(configuration, x, arguments(configuration, x))
+    options = planned(configuration, x, arguments(configuration, x))
     assert options["mask_mod"].counts().empty == 2 * 9
     out, lse = call(configuration, x, **options)
     assert (out == 0).all() and (lse == -torch.inf).all()
@@ -114,7 +104,7 @@ def test_lists_in_a_captured_graph() -> None:
     """A call with lists waits for nothing: it can be captured, and replayed after new inputs."""
     configuration = ALL["document-planned"]
     x = _inputs("document-planned", (1000, 1000))
-    options = _planned(configuration, x, arguments(configuration, x))
+    options = planned(configuration, x, arguments(configuration, x))
     eager, _ = call(configuration, x, **options)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
