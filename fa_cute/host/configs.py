@@ -50,7 +50,7 @@ FWD_SM90: tuple[Row, ...] = (
         (128, 128),
         None,
         True,
-        FwdConfig(128, 128, 2, 2, 32, 240),
+        FwdConfig(128, 128, 2, 2, 24, 240),
         "ALiBi S8k: 630 TFLOP/s, without turns 548; softcap 552, 128 x 160 543",
     ),
     Row(
@@ -107,7 +107,7 @@ FWD_SM90: tuple[Row, ...] = (
         (192, 192),
         None,
         True,
-        FwdConfig(128, 96, 2, 1, 32, 240),
+        FwdConfig(128, 96, 2, 1, 24, 240),
         "not measured; leaves 28 KiB for the diagonals of mods",
     ),
     Row(
@@ -121,7 +121,7 @@ FWD_SM90: tuple[Row, ...] = (
         (256, 256),
         None,
         True,
-        FwdConfig(128, 64, 2, 1, 32, 240),
+        FwdConfig(128, 64, 2, 1, 24, 240),
         "not measured; 128 x 80 leaves no room for the diagonals of two mods",
     ),
     Row(
