@@ -1,25 +1,38 @@
-"""The command line: ``fa-cute demo | compile | explain | cache | bundle``."""
+"""The command line: ``fa-cute demo | compile | explain | cache | bundle | bench``."""
 
 from __future__ import annotations
 
 import argparse
 import functools
+import importlib
 import re
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from fa_cute.host import cache
 
 DEFAULT_TARGET = "sm_90a"
+BENCHES = {
+    "attention": "bench.attention",
+    "sweep": "bench.sweep",
+    "figures": "bench.figures",
+    "compile": "bench.compile_time",
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; the exit status: 0, or 1 after an error, which is printed as a sentence."""
-    options = _parser().parse_args(arguments)
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    if given[:1] == ["bench"]:  # the flags behind it are the benchmark's own
+        run = functools.partial(_bench, given[1:])
+    else:
+        options = _parser().parse_args(given)
+        run = functools.partial(options.run, options)
     try:
-        return options.run(options) or 0
+        return run() or 0
     except (ValueError, TypeError, NotImplementedError, RuntimeError, OSError) as error:
         print(f"fa-cute: {error}", file=sys.stderr)
         return 1
@@ -52,6 +65,8 @@ def _parser() -> argparse.ArgumentParser:
     bundle.add_argument("keys", nargs="*", help="keys or their first digits; all by default")
     bundle.add_argument("--target", help="only kernels for this target")
     bundle.set_defaults(run=_bundle)
+    about = "measure beside the peers: fa-cute bench [NAME] --preset plain --peers ours,fa3 ..."
+    commands.add_parser("bench", help=about)
     return parser
 
 
@@ -106,6 +121,24 @@ def _configuration(
         "mask_mod": options.mask_mod and find_mod(options.mask_mod, sizes),
         "target": options.target,
     }
+
+
+def _bench(rest: list[str]) -> int:
+    """Hand the command line over to a benchmark, which lives beside the package in a checkout."""
+    name = "attention"
+    if rest and not rest[0].startswith("-"):
+        name, *rest = rest
+    if name not in BENCHES:
+        raise ValueError(f"there is no benchmark {name!r}; there are {', '.join(BENCHES)}")
+    root = Path(__file__).resolve().parent.parent
+    if not (root / "bench" / "__init__.py").is_file():
+        raise RuntimeError(
+            f"the benchmarks are no part of the installed package, and {root} has none: "
+            "run this from a checkout of the repository (pip install -e .)"
+        )
+    if str(root) not in sys.path:
+        sys.path.insert(0, str(root))
+    return importlib.import_module(BENCHES[name]).main(rest)
 
 
 def _demo(options: argparse.Namespace) -> int:

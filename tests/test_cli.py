@@ -127,3 +127,21 @@ def test_the_demo(
         assert name in said.out and f"{name}: compiling for sm_90a ..." in said.err
     assert "compiled, but not run" in said.out and "All checks held" in said.out
     assert builds() == 3
+
+
+def test_bench_hands_its_flags_over(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    from bench import attention, sweep
+
+    given: list[tuple[str, list[str]]] = []
+    for name, module in (("attention", attention), ("sweep", sweep)):
+        monkeypatch.setattr(module, "main", lambda rest, name=name: given.append((name, rest)))
+    assert main(["bench", "--preset", "plain", "--rounds", "1"]) == 0
+    assert main(["bench", "sweep", "--dims", "64"]) == 0
+    assert given == [
+        ("attention", ["--preset", "plain", "--rounds", "1"]),
+        ("sweep", ["--dims", "64"]),
+    ]
+    assert main(["bench", "nothing"]) == 1
+    assert "there is no benchmark 'nothing'; there are attention" in capsys.readouterr().err
