@@ -302,15 +302,16 @@ class FwdSm90:
         while tile < x.tiles.count:
             place = self.place(x, tile)
             visits = self.visits(x, place)
-            # Drawn before this tile's loads: the atomic's microsecond passes under them.
-            with rings.next.fill() as header:
-                own = (visits.count, place.block) if const_expr(self.noted) else ()
-                tile = draw(x.tiles, x.counter, ctas, buffers.next[None, header.index], own)
+            kv_head = place.head // self.plan.gqa_ratio
+            load_v = loader(x.v, buffers.v, kv_head, place.batch, Reuse.OFTEN)
+            if const_expr(self.noted):
+                # Consumers wait for this header before they begin.
+                with rings.next.fill() as header:
+                    own = visits.count, place.block
+                    tile = draw(x.tiles, x.counter, ctas, buffers.next[None, header.index], own)
             if visits.count > 0:
-                kv_head = place.head // self.plan.gqa_ratio
                 load_q = loader(x.q, buffers.q, place.head, place.batch, Reuse.ONCE)
                 load_k = loader(x.k, buffers.k, kv_head, place.batch, Reuse.OFTEN)
-                load_v = loader(x.v, buffers.v, kv_head, place.batch, Reuse.OFTEN)
                 visit = visits.at(Int32(0))
                 with rings.k.fill(self.note(buffers, visit)) as first:
                     load_k(visit.block, first)
@@ -324,8 +325,14 @@ class FwdSm90:
                     with rings.v.fill() as v:
                         load_v(block, v)
                     block = following.block
+            if const_expr(not self.noted):
+                # Drawn late, so that who is done first takes the longest tile left; the atomic's
+                # microsecond passes under the last two blocks.
+                with rings.next.fill() as header:
+                    tile = draw(x.tiles, x.counter, ctas, buffers.next[None, header.index], ())
+            if visits.count > 0:
                 with rings.v.fill() as last:
-                    load_v(block, last)
+                    load_v(visits.at(visits.count - 1).block, last)
 
     def note(self, buffers: Buffers, visit: Visit) -> Any:
         """What the producer leaves with a slot of K, for ``Ring.fill``."""
