@@ -3,7 +3,8 @@
 First ``--compile-only`` on any host fills FA_CUTE_CACHE_DIR; then, on the device, the same flags
 without it measure every row and FA3 in the same rounds. A row is written
 ``tile_m x tile_n x KV stages x Q stages : producer / consumer registers : t|n`` (turns, none),
-e.g. ``128x176x2x1:24/240:t``.
+e.g. ``128x176x2x1:24/240:t``; with ``@NAME`` behind it the kernel has that change of
+``bench.ablated``.
 """
 
 from __future__ import annotations
@@ -22,8 +23,10 @@ from bench.cases import INPUTS, VARIANTS, Case, Inputs, cases
 from bench.device import Meter, facts
 from bench.results import Report, table
 from bench.timing import Candidate, Effort, Stopwatch
+from fa_cute.host import compile as compiling
 from fa_cute.host.compile import compiled
 from fa_cute.host.configs import fwd_sm90
+from fa_cute.host.launch import Kernel
 from fa_cute.host.planning import Mods
 from fa_cute.host.target import sm_count
 from fa_cute.host.workspace import counter
@@ -41,6 +44,7 @@ ROWS = {
         "128x256x2x1:24/240:t 128x160x3x1:24/240:t"
     ),
 }
+_changed: dict[tuple[Plan, str], Kernel] = {}
 _ROW = re.compile(r"(\d+)x(\d+)x(\d+)x(\d+):(\d+)/(\d+):([tn])")
 
 
@@ -75,6 +79,22 @@ def plan(case: Case, config: FwdConfig, device: str) -> tuple[Plan, Mods]:
     ), mods
 
 
+def kernel(case: Case, text: str, device: str) -> tuple[Kernel, Mods]:
+    """The kernel that a row's text names, and its mods with captured tensors on ``device``."""
+    shape, _, name = text.partition("@")
+    made, mods = plan(case, row(shape), device)
+    if not name:
+        return compiled(made), mods
+    from bench.ablated import CHANGES
+
+    at = made, name
+    if at not in _changed:
+        parts = compiling.key_parts(made) | {"changed": name}
+        with CHANGES[name].applied():
+            _changed[at] = compiling._from_disk_or_compiler(made, compiling.key_of(parts), parts)
+    return _changed[at], mods
+
+
 def main(argv: list[str] | None = None) -> int:
     """Compile or measure."""
     arguments = _parser().parse_args(argv)
@@ -88,9 +108,14 @@ def main(argv: list[str] | None = None) -> int:
         for case in chosen:
             report.rows += measure(case, arguments.rows, stopwatch)
             report.save()
-    lines = [_cells(r) for r in sorted(report.rows, key=lambda r: (r["case"], -r["tflops"]))]
-    print(table(["case", "row", "TFLOP/s", "of FA3", "error", "regs", "spill", "KiB"], lines))
+    print(summary(report.rows))
     return 0
+
+
+def summary(rows: list[dict[str, Any]]) -> str:
+    """A table of measured rows, the fastest of each case first."""
+    lines = [_cells(r) for r in sorted(rows, key=lambda r: (r["case"], -r["tflops"]))]
+    return table(["case", "row", "TFLOP/s", "of FA3", "error", "regs", "spill", "KiB"], lines)
 
 
 def compile_only(chosen: list[Case], texts: list[str]) -> int:
@@ -99,8 +124,8 @@ def compile_only(chosen: list[Case], texts: list[str]) -> int:
     for case in dict.fromkeys(chosen):
         for text in _rows(case, texts):
             try:
-                kernel = compiled(plan(case, row(text), "meta")[0])
-                print(f"{case.name} {text}: {kernel.source} {kernel.resources}", flush=True)
+                made, _ = kernel(case, text, "meta")
+                print(f"{case.name} {text}: {made.source} {made.resources}", flush=True)
             except Exception as error:  # too large a tile fails in many ways: say which, go on
                 print(f"{case.name} {text}: {_first_line(error)}", flush=True)
                 failed += 1
@@ -125,8 +150,7 @@ def measure(case: Case, texts: list[str], stopwatch: Stopwatch) -> list[dict[str
         error = float((out.double() - right).abs().max())
         lines[text] = {"case": case.name, "row": text, "error": error, "flops": case.flops}
         if text != "fa3":
-            kernel = compiled(plan(case, row(text), "cuda")[0])
-            lines[text]["resources"] = kernel.resources._asdict()
+            lines[text]["resources"] = kernel(case, text, "cuda")[0].resources._asdict()
         ready.append(made)
     for name, figures in stopwatch.measure(ready).items():
         lines[name] |= figures.row() | {"tflops": case.flops / figures.device_ms / 1e9}
@@ -136,15 +160,14 @@ def measure(case: Case, texts: list[str], stopwatch: Stopwatch) -> list[dict[str
 
 
 def _ours(case: Case, text: str, x: Inputs) -> Candidate:
-    made, mods = plan(case, row(text), "cuda")
-    kernel = compiled(made)
+    made, mods = kernel(case, text, "cuda")
     out = torch.empty_like(x.q[..., : case.dim_v])
     io, extra = Io(*x, out), Extra(mods.captured or None, mods.scalars or None)
     count = sm_count(x.q.device)
     launch = Launch(case.head_dim**-0.5, case.window or 0, 0, count, counter(x.q.device))
 
     def call() -> torch.Tensor:
-        kernel(io, extra, launch)
+        made(io, extra, launch)
         return out
 
     return Candidate(text, call)

@@ -104,6 +104,7 @@ def compile(
     causal: bool = False,
     window: tuple[bool, bool] = (False, False),
     gqa_ratio: int = 1,
+    few_queries: bool = False,
     score_mod: Mod = None,
     mask_mod: Mod = None,
     return_lse: bool = False,
@@ -116,8 +117,9 @@ def compile(
 
     ``window`` says which sides a call bounds; ``target`` is an architecture such as ``"sm_90a"``,
     which the host need not have; a mod is a function, or a graph that was recorded. With
-    ``block_lists`` calls give the mask as a ``MaskBlocks`` of ``plan_mask``. ValueError for what no
-    kernel exists for.
+    ``block_lists`` calls give the mask as a ``MaskBlocks`` of ``plan_mask``. ``few_queries``: for
+    calls of at most 64 queries, whose heads then share tiles where they share keys. ValueError for
+    what no kernel exists for.
     """
     started = time.perf_counter()
     plan, mods = Configuration(
@@ -128,6 +130,7 @@ def compile(
         causal=causal,
         window=window,
         gqa_ratio=gqa_ratio,
+        few_queries=few_queries,
         score_mod=score_mod,
         mask_mod=mask_mod,
         return_lse=return_lse,

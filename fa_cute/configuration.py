@@ -34,6 +34,7 @@ class Configuration:
     causal: bool = False
     window: tuple[bool, bool] = (False, False)
     gqa_ratio: int = 1
+    few_queries: bool = False
     score_mod: Mod = None
     mask_mod: Mod = None
     return_lse: bool = False
@@ -73,6 +74,7 @@ class Configuration:
             head_dim=self.head_dim,
             head_dim_v=self.head_dim if self.head_dim_v is None else self.head_dim_v,
             gqa_ratio=_ratio(self.gqa_ratio),
+            few_queries=bool(self.few_queries),
             causal=bool(self.causal),
             window=_window(self.window, self.causal),
             return_lse=bool(self.return_lse),
@@ -89,6 +91,7 @@ class _Asked:
     head_dim: int
     head_dim_v: int
     gqa_ratio: int
+    few_queries: bool
     causal: bool
     window: tuple[int | None, int | None]
     return_lse: bool

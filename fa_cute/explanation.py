@@ -120,6 +120,7 @@ def _plan_lines(plan: Plan) -> Iterator[str]:
     yield (
         f"tile: {config.tile_m} queries x {config.tile_n} keys, {config.consumers} consumer "
         f"warpgroups, {config.kv_stages} stages of K and of V, {config.q_stages} of Q"
+        + (f"; {plan.gqa_ratio} query heads share a tile" if config.packed else "")
     )
     yield "why: " + next(row.why for row in configs.FWD_SM90 if row.config is config)
     yield (

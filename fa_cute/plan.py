@@ -22,7 +22,8 @@ class FwdConfig:
     ``tile_m`` query rows a CTA, 64 of them a consumer warpgroup; ``tile_n`` keys a block;
     ``kv_stages`` slots in each of the K and the V ring, ``q_stages`` in Q's; registers a thread as
     ``setmaxnreg`` sets them, for the producer's warpgroup and for each consumer's. ``ping_pong``:
-    consumers issue their products in strict turns.
+    consumers issue their products in strict turns. ``packed``: the query heads that share a
+    key/value head are rows of one tile (short Sq).
     """
 
     tile_m: int
@@ -32,6 +33,7 @@ class FwdConfig:
     producer_registers: int
     consumer_registers: int
     ping_pong: bool = True
+    packed: bool = False
 
     @property
     def consumers(self) -> int:
@@ -104,6 +106,11 @@ class Plan:
     target: str
     config: FwdConfig | BwdConfig
     visits: str = "bounds"
+
+    @property
+    def few_queries(self) -> bool:
+        """Whether query heads share tiles, as suits a short Sq."""
+        return isinstance(self.config, FwdConfig) and self.config.packed
 
     @property
     def width(self) -> int:

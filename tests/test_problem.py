@@ -239,6 +239,18 @@ def test_a_plan_holds_static_facts_only() -> None:
     assert len({key(), *(key(**changes) for changes in different)}) == 1 + len(different)
 
 
+def test_query_heads_share_a_tile_where_queries_are_few() -> None:
+    def packed(queries: int, heads: int, mods: Mods = NO_MODS, **options: Any) -> bool:
+        asked = problem(q=half(B, queries, heads, D), mods=mods, target="sm_90a", **options)
+        return make_plan(asked, mods, "sm_90a").config.packed
+
+    assert packed(1, 4 * HK) and packed(64, 4 * HK)
+    assert not packed(65, 4 * HK) and not packed(1, HK)
+    assert not packed(1, 5 * HK)  # 5 divides no tile
+    assert not packed(1, 4 * HK, Mods.of(lambda score, b, h, q, kv: score + h, None))
+    assert not packed(1, 4 * HK, sinks=torch.zeros(4 * HK))
+
+
 def test_a_target_without_kernels_is_refused() -> None:
     with pytest.raises(ValueError, match=r"kernels for sm_90a \(Hopper\), not for sm_80"):
         make_plan(problem(), NO_MODS, "sm_80")

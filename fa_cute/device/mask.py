@@ -36,12 +36,15 @@ class Limits(NamedTuple):
     high: tuple[Int32, Int32]
 
 
-def limits(bounds: Bounds, row: Int32, quad_column: Int32) -> Limits:
-    """The limits of ``row`` and ``row + 8`` under ``bounds``, for the thread at ``quad_column``."""
+def limits(bounds: Bounds, row: Int32, quad_column: Int32, group: int = 1) -> Limits:
+    """The limits of ``row`` and ``row + 8`` under ``bounds``, for the thread at ``quad_column``.
+
+    ``group``: consecutive rows that are heads of one query.
+    """
     offset = bounds.seqlen_k - bounds.seqlen_q
     low, high = [], []
     for r in range(FRAGMENT_ROWS):
-        diagonal = row + 8 * r + offset
+        diagonal = (row + 8 * r) // group + offset
         end = bounds.seqlen_k
         if bounds.right is not None:
             bound = diagonal + bounds.right + 1

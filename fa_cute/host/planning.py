@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -100,6 +101,9 @@ def make_plan(problem: Problem, mods: Mods, target: str) -> Plan:
         modified=score_mod is not None or mask_mod is not None,
         dtype=dtype,
     )
+    bare = not any((score_mod, mask_mod, problem.sinks))
+    if bare and problem.few_queries and packs(problem.gqa_ratio, config):
+        config = replace(config, packed=True)
     return Plan(
         direction="forward",
         dtype=dtype,
@@ -134,3 +138,9 @@ def _visits(mods: Mods, config: FwdConfig) -> str:
     if listed and takes_lists(graph):
         return "lists"
     return "bounds" if ranges_of(graph) is None else "ranges"
+
+
+
+def packs(ratio: int, config: FwdConfig) -> bool:
+    """Whether ``ratio`` query heads can share a tile: whole queries must fill it."""
+    return ratio > 1 and config.tile_m % ratio == 0

@@ -33,6 +33,7 @@ MAX_ROWS = 2**31 - 1
 LARGEST_FLOAT32 = 3.4028234663852886e38
 
 # TMA reads 16 bytes at a time: addresses and strides (in bytes) are multiples of this.
+FEW_QUERIES = 64  # half of the smallest tile of a forward
 ALIGNMENT = 16
 WIDE_INTEGERS = (torch.int64, torch.uint32)
 
@@ -119,6 +120,11 @@ class Problem:
     def gqa_ratio(self) -> int:
         """Query heads a key/value head."""
         return self.heads_q // self.heads_k
+
+    @property
+    def few_queries(self) -> bool:
+        """Whether a tile of queries would be at most half full, and query heads may share one."""
+        return self.seqlen_q <= FEW_QUERIES
 
     @property
     def bounds(self) -> Bounds:

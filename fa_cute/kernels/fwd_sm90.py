@@ -27,8 +27,8 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import cpasync, warpgroup
 
-from fa_cute.device import epilogue, mask, mma_sm90, score, softmax
-from fa_cute.device.operand import Reuse, TmaOperand, loader, tma_operand
+from fa_cute.device import epilogue, mask, mma_sm90, packing, score, softmax
+from fa_cute.device.operand import Reuse, TmaOperand, loader, tma_operand, tma_target
 from fa_cute.device.ring import Turns
 from fa_cute.device.scheduler import Place, Tiles, draw, section_of
 from fa_cute.device.topology import WARPGROUP, RingSpec, Role, Topology
@@ -90,12 +90,14 @@ class Operands:
     k: TmaOperand
     v: TmaOperand
     out: cute.Tensor
+    target: TmaOperand | None
     lse: cute.Tensor | None
     counter: cute.Tensor
     qk: cute.TiledMma
     pv: cute.TiledMma
     layouts: tuple
     tiles: Tiles
+    rows: Int32
     bounds: Bounds
     scale: Float32
     extra: Extra | None
@@ -156,6 +158,12 @@ class FwdSm90:
         self.noted = plan.visits != "bounds"
         self.longest_first = plan.causal or any(plan.window) or self.noted
         self.first_longest = plan.visits == "ranges" and shrinking(ranges_of(plan.mask_mod))
+        # Rows a query in a tile, and query heads that read a key/value head one after another.
+        self.group, self.ratio = (plan.gqa_ratio, 1) if plan.config.packed else (1, plan.gqa_ratio)
+        # O leaves through Q's slot where a second one takes the next tile's Q meanwhile.
+        # (Three consumers of 160 registers have none left for its addresses: 36 bytes spilled.)
+        spare = plan.config.q_stages > 1 and plan.config.consumers == 2
+        self.staged = spare and plan.width_v <= plan.width
         graphs = (plan.score_mod, plan.mask_mod)
         self.fragment = mma_sm90.fragment(plan.config.tile_n)
         self.scratch_words = [score.scratch_words(graph, self.fragment) for graph in graphs]
@@ -163,6 +171,9 @@ class FwdSm90:
     @cute.jit
     def __call__(self, io: Io, extra: Extra, launch: Launch, stream):
         plan, c = self.plan, self.config
+        bounds = self.bounds(io, launch)
+        if const_expr(c.packed):
+            io = packing.packed(io, plan.gqa_ratio)
         layouts = (
             mma_sm90.smem_layout(self.dtype, c.tile_m, plan.width, c.q_stages),
             mma_sm90.smem_layout(self.dtype, c.tile_n, plan.width, c.kv_stages),
@@ -182,13 +193,15 @@ class FwdSm90:
             k=k,
             v=v,
             out=io.out,
+            target=self.target(io, layouts[0]) if self.staged else None,
             lse=io.lse,
             counter=launch.counter,
             qk=mma_sm90.make_mma(self.dtype, c.consumers, c.tile_n, p_times_v=False),
             pv=mma_sm90.make_mma(self.dtype, c.consumers, plan.width_v, p_times_v=True),
             layouts=layouts,
-            tiles=self.number(io),
-            bounds=self.bounds(io, launch),
+            tiles=self.number(io, bounds),
+            rows=bounds.seqlen_q * self.group,
+            bounds=bounds,
             scale=launch.scale,
             extra=extra,
         )
@@ -199,16 +212,22 @@ class FwdSm90:
             min_blocks_per_mp=1,
         )
 
-    def number(self, io: Io) -> Tiles:
+    def target(self, io: Io, q_layout: Any) -> TmaOperand:
+        """The output as TMA writes it: a warpgroup's rows at a time, out of its rows of Q."""
+        rows = (mma_sm90.ROWS, self.plan.width_v)
+        layout = cute.composition(cute.select(q_layout, mode=[0, 1]), rows)
+        return tma_target(io.out, layout, rows)
+
+    def number(self, io: Io, bounds: Bounds) -> Tiles:
         """The numbering of tiles."""
-        batch, seqlen_q, heads = (io.q.shape[i] for i in range(3))
+        batch, heads, rows = io.q.shape[0], io.q.shape[2], bounds.seqlen_q * self.group
         head_bytes = io.k.shape[1] * (2 * (self.plan.head_dim + self.plan.head_dim_v))
-        section = section_of(head_bytes, self.plan.gqa_ratio)
+        section = section_of(head_bytes, self.ratio)
         if self.first_longest or self.plan.visits == "lists":
             # A few tiles may be far longer than the rest: those of all heads come first. Under
             # global tokens and a window (S16k, d128) one takes 190 us of a call's 250.
             section = heads * batch
-        return Tiles.of(cute.ceil_div(seqlen_q, self.config.tile_m), heads, batch, section)
+        return Tiles.of(cute.ceil_div(rows, self.config.tile_m), heads, batch, section)
 
     def bounds(self, io: Io, launch: Launch) -> Bounds:
         """Lengths, and the bounds that the plan has."""
@@ -261,8 +280,9 @@ class FwdSm90:
     def spans(self, x: Operands, place: Place) -> KvSpans:
         """The KV blocks that causal and the window leave a tile: the same for every role."""
         first = place.block * self.config.tile_m
+        first, end = first // self.group, cute.ceil_div(first + self.config.tile_m, self.group)
         arithmetic = Arithmetic(cutlass.min, cutlass.max)
-        return kv_spans(x.bounds, first, first + self.config.tile_m, self.config.tile_n, arithmetic)
+        return kv_spans(x.bounds, first, end, self.config.tile_n, arithmetic)
 
     def visits(self, x: Operands, place: Place) -> Any:
         """What the producer loads for a tile: a provider of ``device/visits.py``."""
@@ -302,7 +322,7 @@ class FwdSm90:
         while tile < x.tiles.count:
             place = self.place(x, tile)
             visits = self.visits(x, place)
-            kv_head = place.head // self.plan.gqa_ratio
+            kv_head = place.head // self.ratio
             load_v = loader(x.v, buffers.v, kv_head, place.batch, Reuse.OFTEN)
             if const_expr(self.noted):
                 # Consumers wait for this header before they begin.
@@ -372,14 +392,14 @@ class FwdSm90:
 
     def modifiers(self, x: Operands, buffers: Buffers, group: Int32) -> Mods:
         """The plan's mods for this warpgroup, with its part of the scratch and its own barrier."""
-        plan, c, extra = self.plan, self.config, x.extra or Extra()
+        plan, extra = self.plan, x.extra or Extra()
         graphs = (plan.score_mod, plan.mask_mod)
         mods, begin = [], group * sum(self.scratch_words)
         given = score.deal(graphs, extra.captured, extra.scalars)
         for graph, operands, words in zip(graphs, given, self.scratch_words, strict=True):
             scratch = None
             if words:
-                scratch = score.Scratch(buffers.scratch + begin, TURNS + c.consumers + group)
+                scratch = score.Scratch(buffers.scratch + begin, self.own_barrier(group))
             mods.append(
                 graph
                 and score.Modifier.of(
@@ -388,6 +408,10 @@ class FwdSm90:
             )
             begin = begin + words
         return Mods(*mods)
+
+    def own_barrier(self, group: Int32) -> Int32:
+        """The named barrier of a consumer warpgroup's 128 threads."""
+        return TURNS + self.config.consumers + group
 
     def enter(self, mod: Any, place: Place, row: Int32) -> Any:
         """A mod with what depends on the tile and its rows computed; ``row`` is the first."""
@@ -402,7 +426,7 @@ class FwdSm90:
         work, mods = share
         f = self.fragments(x, buffers, work.warpgroup)
         state = softmax.RowState()
-        limit = mask.limits(x.bounds, work.row, 2 * (work.thread % 4))
+        limit = mask.limits(x.bounds, work.row, 2 * (work.thread % 4), self.group)
         f.o.fill(0.0)
         q = rings.q.take()
         body = Sweep(x, f, state, limit, mods, work, q, buffers.notes)
@@ -426,13 +450,19 @@ class FwdSm90:
             rings = self.sweep(body, rings, walk.middle_begin, walk.middle_end, False)
             if const_expr(x.bounds.left is not None):
                 rings = self.sweep(body, rings, walk.begin, walk.middle_begin, True)
-        q.release()
+        if const_expr(not self.staged):
+            q.release()
         v = rings.v.take()
         mma_sm90.gemm(x.pv, f.o, f.p, f.v[None, None, None, v.index], clear=False)
         warpgroup.wait_group(0)
         v.release()
         logs = softmax.finish(mma_sm90.rows_and_columns(f.o), state, self.exponent(body), work.sink)
-        self.store(x, work, f.o, logs)
+        if const_expr(self.staged):
+            self.store_staged(x, work, f.o, buffers.q[None, None, q.index])
+            self.store_lse(x, work, logs)
+            q.release()
+        else:
+            self.store(x, work, f.o, logs)
         return rings
 
     @cute.jit
@@ -537,10 +567,23 @@ class FwdSm90:
 
     def store(self, x: Operands, work: Work, o: cute.Tensor, logs: list) -> None:
         """Round O and write it with its LSE; rows past the last query are not written."""
-        place, rows = work.place, x.bounds.seqlen_q
+        place, rows = work.place, x.rows
         rounded = cute.make_rmem_tensor(o.layout, self.dtype)
         mma_sm90.convert(o, rounded)
         g_out = x.out[place.batch, None, place.head, None]
         epilogue.store_rows(rounded, g_out, work.row, rows)
+        self.store_lse(x, work, logs)
+
+    def store_staged(self, x: Operands, work: Work, o: cute.Tensor, s_q: cute.Tensor) -> None:
+        """Round O and write it from the slot of its tile's Q, which every S has been made from."""
+        rounded = cute.make_rmem_tensor(o.layout, self.dtype)
+        mma_sm90.convert(o, rounded)
+        s_out = cute.local_tile(s_q, (self.config.tile_m, self.plan.width_v), (0, 0))
+        where = (work.warpgroup, work.thread, self.own_barrier(work.warpgroup), work.place)
+        epilogue.store_staged(rounded, s_out, x.target, x.pv, where)
+
+    def store_lse(self, x: Operands, work: Work, logs: list) -> None:
+        """Write a tile's LSE, if the plan returns it."""
+        place, rows = work.place, x.rows
         if const_expr(x.lse is not None):
             epilogue.store_lse(logs, x.lse[place.batch, place.head, None], work.row, rows)

@@ -45,6 +45,7 @@ class Configuration:
     sinks: bool = False
     block_lists: bool = False
     everywhere: bool = False
+    few_queries: bool = False
 
     @property
     def width_v(self) -> int:
@@ -72,6 +73,7 @@ class Configuration:
             return_lse=self.return_lse,
             sinks=self.sinks,
             block_lists=self.block_lists,
+            few_queries=self.few_queries,
             target=target,
             **self.modifiers(torch.device("meta"), Shape()),
         )
@@ -107,6 +109,14 @@ WINDOWS: dict[str, Configuration] = {
 RATIOS: dict[str, Configuration] = {
     "7": C(64, causal=True, ratio=7),
     "10": C(128, causal=True, ratio=10),
+}
+# Query heads that share a tile: Sq of at most 64.
+PACKED: dict[str, Configuration] = {
+    "full-4": C(ratio=4, few_queries=True),
+    "causal-8": C(causal=True, ratio=8, few_queries=True),
+    "causal-16-d64": C(64, causal=True, ratio=16, few_queries=True),
+    "window-2-d256": C(256, causal=True, window=(True, False), ratio=2, few_queries=True),
+    "full-32-fp16-d72": C(72, "float16", ratio=32, return_lse=False, few_queries=True),
 }
 MODS: dict[str, Configuration] = {
     "alibi": C(mods=modifiers.alibi, causal=True, ratio=4),
@@ -223,6 +233,7 @@ def everything() -> Iterator[tuple[str, Configuration]]:
         "without lse": WITHOUT_LSE,
         "windows": WINDOWS,
         "ratios": RATIOS,
+        "packed": PACKED,
         "mods": MODS,
         "faults": FAULTS,
         "head dims": HEAD_DIMS,

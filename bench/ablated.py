@@ -1,0 +1,198 @@
+"""The kernel with one technique taken away, or with one that was tried and left put in.
+
+Each entry of ``CHANGES`` replaces one function, class or constant while a kernel is compiled. All
+of them compute attention: what differs is how.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32
+from cutlass.cute.nvgpu import warpgroup
+
+from fa_cute.device import lower, mma_sm90, scheduler, score, softmax
+from fa_cute.device.math import exp2_fma
+from fa_cute.device.operand import Reuse, loader
+from fa_cute.device.scheduler import draw
+from fa_cute.kernels import fwd_sm90
+from fa_cute.kernels.fwd_sm90 import FwdSm90
+
+
+class Change(NamedTuple):
+    """``name`` of ``owner`` becomes ``value``; ``about`` says what that means."""
+
+    about: str
+    owner: Any
+    name: str
+    value: Any
+
+    @contextlib.contextmanager
+    def applied(self) -> Iterator[None]:
+        """The change, within the block."""
+        kept = getattr(self.owner, self.name)
+        self._put(self.value)
+        try:
+            yield
+        finally:
+            self._put(kept)
+
+    def _put(self, value: Any) -> None:
+        setattr(self.owner, self.name, value)
+        for remembered in (lower.lower, lower.schedule):
+            remembered.cache_clear()
+
+
+class _NoOverlap(FwdSm90):
+    """P V of the block before is waited for before S of this one is issued."""
+
+    @cute.jit
+    def sweep(self, body, rings, begin, end, edge: cutlass.Constexpr):
+        x, f, state = body.x, body.f, body.state
+        for i in cutlass.range(end - begin, unroll=1):
+            v = rings.v.take()
+            self.turns.wait(body.work.warpgroup)
+            mma_sm90.gemm(x.pv, f.o, f.p, f.v[None, None, None, v.index], clear=False)
+            k = rings.k.take()
+            warpgroup.wait_group(0)
+            v.release()
+            s = self.issue_scores(body, k)
+            self.turns.give(body.work.warpgroup)
+            blocks = self.enter_block(body.mods, end - 1 - i)
+            warpgroup.wait_group(0)
+            k.release()
+            self.modify(body, blocks, s, end - 1 - i, edge)
+            s_view = mma_sm90.rows_and_columns(s)
+            softmax.exponentiate(s_view, state, self.exponent(body), first=False)
+            mma_sm90.convert(s, f.p)
+            softmax.rescale(mma_sm90.rows_and_columns(f.o), state)
+            softmax.add_up(s_view, state, first=False)
+        return rings
+
+
+class _MaskedEverywhere(FwdSm90):
+    """Every block takes every mask: spans are not told apart."""
+
+    def modify(self, body, blocks, s, block, edge):
+        super().modify(body, blocks, s, block, True)
+
+
+class _ShortestFirst(FwdSm90):
+    """Tiles in the order of rows, whatever their length."""
+
+    def __init__(self, plan):
+        super().__init__(plan)
+        self.longest_first = False
+
+
+class _DrawnFirst(FwdSm90):
+    """A CTA draws its next tile when it begins to load this one."""
+
+    @cute.jit
+    def load(self, x, rings, buffers):
+        tile, ctas = Int32(cute.arch.block_idx()[0]), cute.arch.grid_dim()[0]
+        while tile < x.tiles.count:
+            place = x.tiles.place(tile, self.longest_first)
+            spans = self.spans(x, place)
+            with rings.next.fill() as following:
+                target = cute.local_tile(buffers.next, (1,), (following.index,))
+                tile = draw(x.tiles, x.counter, ctas, target)
+            if spans.begin < spans.end:
+                kv_head = place.head // self.ratio
+                load_q = loader(x.q, buffers.q, place.head, place.batch, Reuse.ONCE)
+                load_k = loader(x.k, buffers.k, kv_head, place.batch, Reuse.OFTEN)
+                load_v = loader(x.v, buffers.v, kv_head, place.batch, Reuse.OFTEN)
+                with rings.k.fill() as first:
+                    load_k(spans.last, first)
+                with rings.q.fill() as only:
+                    load_q(place.block, only)
+                for i in cutlass.range(spans.last - spans.begin, unroll=1):
+                    with rings.k.fill() as k:
+                        load_k(spans.last - i - 1, k)
+                    with rings.v.fill() as v:
+                        load_v(spans.last - i, v)
+                with rings.v.fill() as last:
+                    load_v(spans.begin, last)
+
+
+class _StoredFromRegisters(FwdSm90):
+    """O leaves by 16-byte stores after a transpose over quads, not through Q's slot and TMA."""
+
+    def __init__(self, plan):
+        super().__init__(plan)
+        self.staged = False
+
+
+@cute.jit
+def _rescale_if_moved(o: cute.Tensor, state: Any) -> None:
+    moved = (state.scale[0] != 1.0) | (state.scale[1] != 1.0)
+    if cute.arch.vote_any_sync(moved):
+        for r in cutlass.range_constexpr(mma_sm90.FRAGMENT_ROWS):
+            for i in cutlass.range_constexpr(cute.size(o, mode=[1])):
+                o[r, i] = o[r, i] * state.scale[r]
+
+
+def _emulating(period: int) -> Any:
+    """``softmax.exponentiate`` with every ``period``-th exponential on the FMA pipes."""
+
+    def exponentiate(s: cute.Tensor, state: Any, c: Float32, *, first: bool) -> None:
+        columns = cute.size(s, mode=[1])
+        for r in range(mma_sm90.FRAGMENT_ROWS):
+            row = [s[r, i] for i in range(columns)]
+            top = softmax._across_quad(softmax._reduce(row, cute.arch.fmax), cute.arch.fmax)
+            maximum = top if first else cute.arch.fmax(state.maximum[r], top)
+            shift = cutlass.select_(maximum == -Float32.inf, Float32(0.0), -maximum * c)
+            if not first:
+                state.scale[r] = softmax.exp2(cute.math.fma(state.maximum[r], c, shift))
+            state.maximum[r] = maximum
+            for i in range(columns):
+                x = cute.math.fma(row[i], c, shift)
+                s[r, i] = softmax.exp2(x) if (i + 1) % period else exp2_fma(x)
+
+    return exponentiate
+
+
+def _nothing_hoisted(*graph: Any) -> Any:
+    """``lower.schedule`` with no node computed before the element that needs it."""
+    return replace(lower.schedule(*graph), tile=(), row=(), column=(), diagonal=())
+
+
+class _OneHint:
+    """``Reuse`` with one policy for all."""
+
+    ONCE = OFTEN = Reuse.OFTEN
+
+
+def _kernel(value: type) -> tuple[Any, str, type]:
+    return fwd_sm90, "FwdSm90", value
+
+
+def _sections(mebibytes: int) -> Change:
+    about = f"heads whose K and V are {mebibytes} MB side by side"
+    return Change(about, scheduler, "L2_SECTION_BYTES", mebibytes << 20)
+
+
+CHANGES: dict[str, Change] = {
+    "no-overlap": Change("P V waited for before the next S", *_kernel(_NoOverlap)),
+    "masked": Change("spans not apart: masks on every block", *_kernel(_MaskedEverywhere)),
+    "row-order": Change("tiles not longest first", *_kernel(_ShortestFirst)),
+    "draw-first": Change("next tile drawn before this one's loads", *_kernel(_DrawnFirst)),
+    "direct": Change("O stored from registers", *_kernel(_StoredFromRegisters)),
+    "branch": Change("O rescaled only if a maximum rose", softmax, "rescale", _rescale_if_moved),
+    **{
+        f"fma-{n}": Change(f"1 of {n} exp2 on FMA pipes", softmax, "exponentiate", _emulating(n))
+        for n in (2, 4, 8)
+    },
+    **{f"sections-{size}": _sections(size) for size in (16, 64, 1024)},
+    "one-hint": Change("no L2 policies apart", fwd_sm90, "Reuse", _OneHint),
+    "not-hoisted": Change("mods: all at the element", score, "schedule", _nothing_hoisted),
+    "not-folded": Change(
+        "mods: constant factors not folded", lower._Rewriter, "gain_of", lambda self, at: (at, 1.0)
+    ),
+    "chains-2": Change("two chains of maxima and sums a row", softmax, "CHAINS", 2),
+}

@@ -1,0 +1,88 @@
+"""What each technique is worth: ``python -m bench.ablation``.
+
+A line of ``LINES`` is a case and rows of ``bench.sweep``, some of them with a change of
+``bench.ablated``; FA3 and all rows of a line take turns in the same rounds. ``--share I/N`` with
+``--compile-only`` compiles every N-th line from the I-th on, on any host.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+import torch
+
+from bench import sweep
+from bench.cases import HIDDEN, INPUTS, TOKENS, Case
+from bench.device import Meter, facts
+from bench.results import Report
+from bench.timing import Effort, Stopwatch
+
+FULL, CUT, MODDED = "128x176x2x1:24/240:t", "128x128x2x2:24/240:n", "128x128x2x2:24/240:t"
+D64, D256 = "192x128x2x2:32/160:t", "128x80x2x1:24/240:t"
+LINES = f"""
+d128 full plain 8192: {FULL} {FULL[:-1]}n {MODDED} 128x160x2x1:24/240:t 192x80x2x1:32/160:t
+d128 full plain 8192: {FULL} {FULL}@no-overlap {FULL}@branch {FULL}@fma-8 {FULL}@one-hint
+d128 full plain 1024: {FULL} {MODDED} {MODDED}@direct
+d128 causal plain 8192: {CUT} {MODDED} 128x160x2x2:24/240:n 128x176x2x1:24/240:n {CUT}@no-overlap
+d128 causal plain 8192: {CUT} {CUT}@masked {CUT}@row-order {CUT}@direct {CUT}@one-hint
+d128 causal plain 8192: {CUT} {CUT}@sections-16 {CUT}@sections-64 {CUT}@sections-1024
+d128 causal plain 1024: {CUT} {MODDED} {CUT}@direct {CUT}@row-order {CUT}@masked
+d64 full plain 8192: {D64} {D64[:-1]}n 128x128x2x2:24/240:t 256x80x2x2:24/120:t
+d64 full plain 8192: {D64} {D64}@no-overlap {D64}@branch {D64}@fma-8 {D64}@fma-4
+d256 causal plain 8192: {D256} {D256[:-1]}n 128x64x2x1:24/240:t {D256}@no-overlap {D256}@row-order
+d256 causal plain 8192: {D256} {D256}@draw-first {D256}@sections-16 {D256}@sections-64
+d128 full alibi 8192: {MODDED} {MODDED[:-1]}n {FULL} {MODDED}@not-hoisted
+d128 full softcap 8192: {MODDED} {MODDED}@fma-4 {MODDED}@fma-2 {MODDED}@not-folded
+d128 full t5 8192: {MODDED} {MODDED}@not-hoisted
+"""
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Compile or measure."""
+    arguments = _parser().parse_args(argv)
+    first, step = map(int, arguments.share.split("/"))
+    lines = [parsed(line) for line in LINES.strip().splitlines()][first::step]
+    if arguments.compile_only:
+        return sum(sweep.compile_only([case], texts) for case, texts in lines)
+    stopwatch = Stopwatch(Effort(arguments.rounds, arguments.batch_ms), Meter())
+    report = Report("ablation", facts() | {"inputs": INPUTS}, arguments.out)
+    with torch.no_grad():
+        for number, (case, texts) in enumerate(lines):
+            measured = sweep.measure(case, texts, stopwatch)
+            report.rows += [row | {"line": number} for row in measured]
+            report.save()
+    print(sweep.summary(report.rows))
+    return 0
+
+
+def parsed(line: str) -> tuple[Case, list[str]]:
+    """The case and the rows of a line such as ``d128 causal plain 8192: ROW ROW@NAME``."""
+    head, _, rows = line.partition(": ")
+    dim, mask, variant, length = head.split()
+    heads = HIDDEN // int(dim[1:])
+    case = Case(
+        head_dim=int(dim[1:]),
+        seqlen=int(length),
+        batch=max(1, TOKENS // int(length)),
+        heads=heads,
+        heads_kv=heads,
+        causal=mask == "causal",
+        variant=variant,
+    )
+    return case, rows.split()
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="bench.ablation", description=__doc__.split("\n")[0])
+    parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--batch-ms", type=float, default=6.0)
+    parser.add_argument("--share", default="0/1", help="I/N: every N-th line from the I-th on")
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--compile-only", action="store_true")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())
