@@ -209,7 +209,7 @@ def on_gpu(
             q = q * sign
         if not ready or (q.data_ptr() | k.data_ptr() | v.data_ptr()) % ALIGNMENT:
             q, k, v = kernel_ready(q), kernel_ready(k), kernel_ready(v)
-        launch = launch._replace(counter=counter(q.device))
+        launch = Launch(*launch[:-1], counter(q.device))
         extra = _extra(mods, sinks)
         if mods.blocks is not None and kernel.plan.block_lists:
             lists = mods.blocks.lists_for(problem.batch, problem.heads_q)

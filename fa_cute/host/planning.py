@@ -10,13 +10,13 @@ import torch
 
 from fa_cute.host import configs
 from fa_cute.mods.affine import ranges_of
+from fa_cute.mods.trace import Traced, trace_mask_mod, trace_score_mod
 from fa_cute.plan import FwdConfig, Plan
 
 if TYPE_CHECKING:
     from fa_cute.host.blocks import MaskBlocks
     from fa_cute.host.problem import Problem
     from fa_cute.mods.graph import Graph
-    from fa_cute.mods.trace import Traced
 
 SUPPORTED_TARGETS = ("sm_90a",)
 MOD_NAMES = ("score_mod", "mask_mod")
@@ -36,7 +36,6 @@ class Mods(NamedTuple):
         A ``MaskBlocks`` is taken as it was traced when it was planned: its lists are of that graph.
         """
         from fa_cute.host.blocks import MaskBlocks
-        from fa_cute.mods.trace import trace_mask_mod, trace_score_mod
 
         if isinstance(mask_mod, MaskBlocks):
             return cls.of(score_mod, None)._replace(mask_mod=mask_mod.traced, blocks=mask_mod)
@@ -138,7 +137,6 @@ def _visits(mods: Mods, config: FwdConfig) -> str:
     if listed and takes_lists(graph):
         return "lists"
     return "bounds" if ranges_of(graph) is None else "ranges"
-
 
 
 def packs(ratio: int, config: FwdConfig) -> bool:
