@@ -52,26 +52,25 @@ class _NoOverlap(FwdSm90):
     """P V of the block before is waited for before S of this one is issued."""
 
     @cute.jit
-    def sweep(self, body, rings, begin, end, edge: cutlass.Constexpr):
+    def step(self, body, rings, block, edge: cutlass.Constexpr):
         x, f, state = body.x, body.f, body.state
-        for i in cutlass.range(end - begin, unroll=1):
-            v = rings.v.take()
-            self.turns.wait(body.work.warpgroup)
-            mma_sm90.gemm(x.pv, f.o, f.p, f.v[None, None, None, v.index], clear=False)
-            k = rings.k.take()
-            warpgroup.wait_group(0)
-            v.release()
-            s = self.issue_scores(body, k)
-            self.turns.give(body.work.warpgroup)
-            blocks = self.enter_block(body.mods, end - 1 - i)
-            warpgroup.wait_group(0)
-            k.release()
-            self.modify(body, blocks, s, end - 1 - i, edge)
-            s_view = mma_sm90.rows_and_columns(s)
-            softmax.exponentiate(s_view, state, self.exponent(body), first=False)
-            mma_sm90.convert(s, f.p)
-            softmax.rescale(mma_sm90.rows_and_columns(f.o), state)
-            softmax.add_up(s_view, state, first=False)
+        v = rings.v.take()
+        self.turns.wait(body.work.warpgroup)
+        mma_sm90.gemm(x.pv, f.o, f.p, f.v[None, None, None, v.index], clear=False)
+        k = rings.k.take()
+        warpgroup.wait_group(0)
+        v.release()
+        s = self.issue_scores(body, k)
+        self.turns.give(body.work.warpgroup)
+        blocks = self.enter_block(body.mods, block)
+        warpgroup.wait_group(0)
+        k.release()
+        self.modify(body, blocks, s, block, edge)
+        s_view = mma_sm90.rows_and_columns(s)
+        softmax.exponentiate(s_view, state, self.exponent(body), first=False)
+        mma_sm90.convert(s, f.p)
+        softmax.rescale(mma_sm90.rows_and_columns(f.o), state)
+        softmax.add_up(s_view, state, first=False)
         return rings
 
 
@@ -97,27 +96,26 @@ class _DrawnFirst(FwdSm90):
     def load(self, x, rings, buffers):
         tile, ctas = Int32(cute.arch.block_idx()[0]), cute.arch.grid_dim()[0]
         while tile < x.tiles.count:
-            place = x.tiles.place(tile, self.longest_first)
-            spans = self.spans(x, place)
-            with rings.next.fill() as following:
-                target = cute.local_tile(buffers.next, (1,), (following.index,))
-                tile = draw(x.tiles, x.counter, ctas, target)
-            if spans.begin < spans.end:
+            place = self.place(x, tile)
+            visits = self.visits(x, place)
+            with rings.next.fill() as header:
+                tile = draw(x.tiles, x.counter, ctas, buffers.next[None, header.index], ())
+            if visits.count > 0:
                 kv_head = place.head // self.ratio
                 load_q = loader(x.q, buffers.q, place.head, place.batch, Reuse.ONCE)
                 load_k = loader(x.k, buffers.k, kv_head, place.batch, Reuse.OFTEN)
                 load_v = loader(x.v, buffers.v, kv_head, place.batch, Reuse.OFTEN)
                 with rings.k.fill() as first:
-                    load_k(spans.last, first)
+                    load_k(visits.at(Int32(0)).block, first)
                 with rings.q.fill() as only:
                     load_q(place.block, only)
-                for i in cutlass.range(spans.last - spans.begin, unroll=1):
+                for i in cutlass.range(1, visits.count, unroll=1):
                     with rings.k.fill() as k:
-                        load_k(spans.last - i - 1, k)
+                        load_k(visits.at(i).block, k)
                     with rings.v.fill() as v:
-                        load_v(spans.last - i, v)
+                        load_v(visits.at(i - 1).block, v)
                 with rings.v.fill() as last:
-                    load_v(spans.begin, last)
+                    load_v(visits.at(visits.count - 1).block, last)
 
 
 class _StoredFromRegisters(FwdSm90):

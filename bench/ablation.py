@@ -29,7 +29,7 @@ d128 causal plain 8192: {CUT} {MODDED} 128x160x2x2:24/240:n 128x176x2x1:24/240:n
 d128 causal plain 8192: {CUT} {CUT}@masked {CUT}@row-order {CUT}@direct {CUT}@one-hint
 d128 causal plain 8192: {CUT} {CUT}@sections-16 {CUT}@sections-64 {CUT}@sections-1024
 d128 causal plain 1024: {CUT} {MODDED} {CUT}@direct {CUT}@row-order {CUT}@masked
-d64 full plain 8192: {D64} {D64[:-1]}n 128x128x2x2:24/240:t 256x80x2x2:24/120:t
+d64 full plain 8192: {D64} {D64[:-1]}n 128x128x2x2:24/240:t
 d64 full plain 8192: {D64} {D64}@no-overlap {D64}@branch {D64}@fma-8 {D64}@fma-4
 d256 causal plain 8192: {D256} {D256[:-1]}n 128x64x2x1:24/240:t {D256}@no-overlap {D256}@row-order
 d256 causal plain 8192: {D256} {D256}@draw-first {D256}@sections-16 {D256}@sections-64
