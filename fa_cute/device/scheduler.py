@@ -3,7 +3,9 @@
 All tiles are numbered in one dimension, so that batch x heads x tiles may pass 65,535. There are at
 most as many CTAs as SMs. CTA ``i`` starts with tile ``i`` and draws each following one from a
 counter in global memory, so that a CTA whose tiles are short takes more of them; its loads run
-under the epilogue of its last tile. The draw that finds the last number resets the counter: with
+under the epilogue of its last tile. It draws late, when it has almost loaded a tile: drawn before,
+the longest tiles of a section each brought a second long one along (SMs of a causal d256 call were
+busy for 1.00 to 1.24 million cycles). The draw that finds the last number resets the counter: with
 ``count`` tiles and ``n`` CTAs there are ``count - n`` draws that give a tile and ``n`` that give
 none, so the last of all returns ``count - 1``.
 

@@ -60,7 +60,7 @@ def topology(plan: Plan) -> Topology:
         ),
         rings=(
             RingSpec("next", NEXT_STAGES, 0, "load", "math", "the tile's header"),
-            RingSpec("q", c.q_stages, q_bytes, "load", "math", "freed after the tile's last S"),
+            RingSpec("q", c.q_stages, q_bytes, "load", "math", "freed after the last S, or once O left"),
             RingSpec("k", c.kv_stages, k_bytes, "load", "math", "freed when S is there", noted),
             RingSpec("v", c.kv_stages, v_bytes, "load", "math", "freed when P V is there"),
         ),
