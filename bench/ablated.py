@@ -13,9 +13,7 @@ from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32
-from cutlass._mlir.dialects import arith
-from cutlass._mlir.extras import types
+from cutlass import Int32
 from cutlass.cute.nvgpu import warpgroup
 
 from fa_cute.device import lower, mma_sm90, scheduler, score, softmax
@@ -119,14 +117,6 @@ class _DrawnFirst(FwdSm90):
                     load_v(visits.at(visits.count - 1).block, last)
 
 
-class _StoredFromRegisters(FwdSm90):
-    """O leaves by 16-byte stores after a transpose over quads, not through Q's slot and TMA."""
-
-    def __init__(self, plan):
-        super().__init__(plan)
-        self.staged = False
-
-
 @cute.jit
 def _rescale_if_moved(o: cute.Tensor, state: Any) -> None:
     moved = (state.scale[0] != 1.0) | (state.scale[1] != 1.0)
@@ -134,47 +124,6 @@ def _rescale_if_moved(o: cute.Tensor, state: Any) -> None:
         for r in cutlass.range_constexpr(mma_sm90.FRAGMENT_ROWS):
             for i in cutlass.range_constexpr(cute.size(o, mode=[1])):
                 o[r, i] = o[r, i] * state.scale[r]
-
-
-def _exp2_fma(x: Float32) -> Float32:
-    """2^x for x <= 127 without MUFU, by Cody-Waite and a cubic (relative error 1e-4); 0 below -127.
-
-    Adding 1.5 * 2^23 leaves the nearest integer in the low mantissa bits; a masked score is exactly
-    0, because 2^-127 comes out as no bits at all.
-    """
-    rounder = 12582912.0
-    x = cute.arch.fmax(x, Float32(-127.0))
-    shifted = x + rounder
-    f = x - (shifted - rounder)
-    p = Float32(0.05500893)
-    for coefficient in (0.24221096, 0.69328293, 1.0):
-        p = cute.math.fma(p, f, Float32(coefficient))
-    word = _bits(p) + (_bits(shifted) << 23)
-    return Float32(arith.bitcast(types.f32(), word.ir_value()))
-
-
-def _bits(x: Float32) -> Int32:
-    return Int32(arith.bitcast(types.i32(), x.ir_value()))
-
-
-def _emulating(period: int) -> Any:
-    """``softmax.exponentiate`` with every ``period``-th exponential on the FMA pipes."""
-
-    def exponentiate(s: cute.Tensor, state: Any, c: Float32, *, first: bool) -> None:
-        columns = cute.size(s, mode=[1])
-        for r in range(mma_sm90.FRAGMENT_ROWS):
-            row = [s[r, i] for i in range(columns)]
-            top = softmax._across_quad(softmax._reduce(row, cute.arch.fmax), cute.arch.fmax)
-            maximum = top if first else cute.arch.fmax(state.maximum[r], top)
-            shift = cutlass.select_(maximum == -Float32.inf, Float32(0.0), -maximum * c)
-            if not first:
-                state.scale[r] = softmax.exp2(cute.math.fma(state.maximum[r], c, shift))
-            state.maximum[r] = maximum
-            for i in range(columns):
-                x = cute.math.fma(row[i], c, shift)
-                s[r, i] = softmax.exp2(x) if (i + 1) % period else _exp2_fma(x)
-
-    return exponentiate
 
 
 def _nothing_hoisted(*graph: Any) -> Any:
@@ -202,17 +151,11 @@ CHANGES: dict[str, Change] = {
     "masked": Change("spans not apart: masks on every block", *_kernel(_MaskedEverywhere)),
     "row-order": Change("tiles not longest first", *_kernel(_ShortestFirst)),
     "draw-first": Change("next tile drawn before this one's loads", *_kernel(_DrawnFirst)),
-    "direct": Change("O stored from registers", *_kernel(_StoredFromRegisters)),
     "branch": Change("O rescaled only if a maximum rose", softmax, "rescale", _rescale_if_moved),
-    **{
-        f"fma-{n}": Change(f"1 of {n} exp2 on FMA pipes", softmax, "exponentiate", _emulating(n))
-        for n in (2, 4, 8)
-    },
     **{f"sections-{size}": _sections(size) for size in (16, 64, 1024)},
     "one-hint": Change("no L2 policies apart", fwd_sm90, "Reuse", _OneHint),
     "not-hoisted": Change("mods: all at the element", score, "schedule", _nothing_hoisted),
     "not-folded": Change(
         "mods: constant factors not folded", lower._Rewriter, "gain_of", lambda self, at: (at, 1.0)
     ),
-    "chains-2": Change("two chains of maxima and sums a row", softmax, "CHAINS", 2),
 }

@@ -14,13 +14,10 @@ from typing import Any
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint32, const_expr
-from cutlass.cute.nvgpu import cpasync, warp
 
-from fa_cute.device.mma_sm90 import FRAGMENT_ROWS, ROWS
-from fa_cute.device.operand import TmaOperand
+from fa_cute.device.mma_sm90 import FRAGMENT_ROWS
 
 QUAD = 4
-WARPGROUP = 128
 VECTOR_COLUMNS = 8  # 16 bytes
 BLOCK_COLUMNS = QUAD * VECTOR_COLUMNS
 
@@ -110,44 +107,3 @@ def store_lse(logs: list[Float32], g_lse: cute.Tensor, row: Int32, rows: Int32) 
         for r in cutlass.range_constexpr(FRAGMENT_ROWS):
             if row + 8 * r < rows:
                 g_lse[row + 8 * r] = logs[r]
-
-
-@cute.jit
-def store_staged(
-    o: cute.Tensor,
-    s_out: cute.Tensor,
-    target: TmaOperand,
-    mma: cute.TiledMma,
-    where: Any,
-) -> None:
-    """Write the rounded accumulator ``o`` through shared memory and TMA; returns once it is read.
-
-    ``s_out`` (tile_m, Dv) is the CTA's, of which each warpgroup uses its own 64 rows. ``where``:
-    the warpgroup, its thread, its named barrier, and the (block, head, batch) of the tile.
-    """
-    group, thread, barrier, place = where
-    # Through a shuffle, so that the addresses made of it are not kept in registers across the loop.
-    thread = cute.arch.shuffle_sync(thread, cute.arch.lane_idx())
-    atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), o.element_type)
-    mine = cute.make_tiled_copy_C(atom, mma).get_slice(group * WARPGROUP + thread)
-    # The other warps may still multiply what this one is about to overwrite.
-    cute.arch.barrier(barrier_id=barrier, number_of_threads=WARPGROUP)
-    cute.copy(atom, mine.retile(o), mine.partition_D(s_out))
-    cute.arch.fence_proxy("async.shared", space="cta")
-    cute.arch.barrier(barrier_id=barrier, number_of_threads=WARPGROUP)
-    if thread < 32:
-        box = (ROWS, cute.size(s_out, mode=[1]))
-        rows = cute.local_tile(s_out, box, (group, 0))
-        g_out = cute.local_tile(target.tensor[None, None, place.head, place.batch], box, (None, 0))
-        of, to = cpasync.tma_partition(
-            target.atom,
-            0,
-            cute.make_layout(1),
-            cute.group_modes(rows, 0, 2),
-            cute.group_modes(g_out, 0, 2),
-        )
-        groups = cute.size(s_out, mode=[0]) // ROWS
-        cute.copy(target.atom, of, to[None, place.block * groups + group])
-        cute.arch.cp_async_bulk_commit_group()
-        cute.arch.cp_async_bulk_wait_group(0, read=True)
-        cute.arch.sync_warp()

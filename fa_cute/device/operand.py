@@ -81,13 +81,3 @@ def row_loader(rows: cute.Tensor, s: cute.Tensor) -> Callable[[Int32, Any], None
             cute.copy(atom, of[None, block], s[None, slot.index], mbar_ptr=slot.barrier)
 
     return load
-
-
-def tma_target(tensor: cute.Tensor, layout: Any, box: tuple[int, int]) -> TmaOperand:
-    """``tensor`` (B, S, H, D) stored in boxes of ``box`` = (rows of S, columns of D).
-
-    ``layout`` is the shared-memory layout of a box. Rows past S and columns past D are not written.
-    """
-    by_row = cute.make_tensor(tensor.iterator, cute.select(tensor.layout, mode=[1, 3, 2, 0]))
-    store = cpasync.CopyBulkTensorTileS2GOp()
-    return TmaOperand(*cpasync.make_tiled_tma_atom(store, by_row, layout, box, 1))
