@@ -239,7 +239,9 @@ def test_a_plan_holds_static_facts_only() -> None:
     assert len({key(), *(key(**changes) for changes in different)}) == 1 + len(different)
 
 
-def test_query_heads_share_a_tile_where_queries_are_few() -> None:
+def test_query_heads_share_a_tile_where_queries_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fa_cute.host.problem.FEW_QUERIES", 64)
+
     def packed(queries: int, heads: int, mods: Mods = NO_MODS, **options: Any) -> bool:
         asked = problem(q=half(B, queries, heads, D), mods=mods, target="sm_90a", **options)
         return make_plan(asked, mods, "sm_90a").config.packed

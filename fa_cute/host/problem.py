@@ -33,7 +33,10 @@ MAX_ROWS = 2**31 - 1
 LARGEST_FLOAT32 = 3.4028234663852886e38
 
 # TMA reads 16 bytes at a time: addresses and strides (in bytes) are multiples of this.
-FEW_QUERIES = 64  # half of the smallest tile of a forward
+# Calls of at most this many queries pack heads into tiles by themselves. 64, half of the smallest
+# tile, is where it pays; 0 (only `compile(few_queries=True)` packs) until test_packed has run on a
+# device with the stores of today.
+FEW_QUERIES = 0
 ALIGNMENT = 16
 WIDE_INTEGERS = (torch.int64, torch.uint32)
 

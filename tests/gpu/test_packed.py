@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 
 import fa_cute
+from fa_cute import api
 
 from .configurations import PACKED
 from .judging import check, inputs
 
 pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(autouse=True)
+def _packs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr("fa_cute.host.problem.FEW_QUERIES", 64)
+    api._prepared.clear()
+    yield
+    api._prepared.clear()
+
+
 LENGTHS = ((1, 1), (1, 1000), (3, 129), (33, 257), (64, 64), (64, 40), (17, 8192))
 
 
