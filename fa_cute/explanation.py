@@ -10,7 +10,6 @@ import torch
 from fa_cute import cpu
 from fa_cute.host import cache, compile, configs
 from fa_cute.host.blocks import MaskBlocks, plan_mask
-from fa_cute.host.configs import REGISTERS_PER_SM
 from fa_cute.host.given_mask import as_mask_mod
 from fa_cute.host.launch import Resources
 from fa_cute.host.planning import Mods, make_plan
@@ -18,7 +17,7 @@ from fa_cute.host.problem import Problem, described, layout_is_ready
 from fa_cute.host.target import current_target
 from fa_cute.mods.affine import ranges_of
 from fa_cute.mods.intervals import EMPTY
-from fa_cute.plan import Plan
+from fa_cute.plan import Plan, register_pool
 from fa_cute.spans import kv_spans
 from fa_cute.tilemap import text, write_png
 
@@ -116,6 +115,7 @@ def _plan_lines(plan: Plan) -> Iterator[str]:
     config = plan.config
     key = compile.key_of(compile.key_parts(plan))
     registers = 128 * (config.producer_registers + config.consumers * config.consumer_registers)
+    pool = register_pool(128 * (1 + config.consumers))
     yield f"kernel: {plan.direction} for {plan.target}, key {key}"
     yield (
         f"tile: {config.tile_m} queries x {config.tile_n} keys, {config.consumers} consumer "
@@ -125,7 +125,7 @@ def _plan_lines(plan: Plan) -> Iterator[str]:
     yield "why: " + next(row.why for row in configs.FWD_SM90 if row.config is config)
     yield (
         f"registers: {config.producer_registers} a producer's thread, "
-        f"{config.consumer_registers} a consumer's; {registers} of {REGISTERS_PER_SM} an SM"
+        f"{config.consumer_registers} a consumer's; {registers} of {pool} of the CTA"
     )
     yield f"cache: {_cache_state(plan, key)}"
     yield (

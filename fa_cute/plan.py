@@ -143,6 +143,16 @@ class Plan:
         return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
+def register_pool(threads: int) -> int:
+    """The registers that a CTA of ``threads`` is launched with, all that setmaxnreg can pass on.
+
+    An SM has 65,536; each thread gets the same multiple of 8. A warpgroup that asks for more than
+    the others gave back waits for ever: 32 + 2 x 240 a thread is 65,536 and hangs, because 384
+    threads are launched with 168 each, 64,512.
+    """
+    return 65536 // threads // 8 * 8 * threads
+
+
 def padded(head_dim: int, step: int = 32) -> int:
     """A head dim up to the next multiple of ``step``."""
     return -(-head_dim // step) * step

@@ -9,8 +9,8 @@ import torch
 
 import fa_cute
 from fa_cute.host import configs
-from fa_cute.host.configs import FWD_SM90, REGISTERS_PER_SM, Row, fwd_sm90
-from fa_cute.plan import padded
+from fa_cute.host.configs import FWD_SM90, Row, fwd_sm90
+from fa_cute.plan import padded, register_pool
 
 SHARED_MEMORY = 227 * 1024
 ALL_HEAD_DIMS = range(configs.STEP, configs.LARGEST_HEAD_DIM + 1, configs.STEP)
@@ -38,7 +38,8 @@ def test_every_head_dim_has_a_row() -> None:
             elements += config.tile_n * (width + width_v) * config.kv_stages
             assert 2 * elements + 2048 <= SHARED_MEMORY, dims
             consumers = config.consumers * config.consumer_registers
-            assert 128 * (config.producer_registers + consumers) <= REGISTERS_PER_SM
+            pool = register_pool(128 * (1 + config.consumers))
+            assert 128 * (config.producer_registers + consumers) <= pool
 
 
 @pytest.mark.parametrize(
@@ -104,3 +105,13 @@ def test_a_row_that_needs_too_many_registers_is_told() -> None:
     plan, _ = Configuration(head_dim=96, dtype="bfloat16", target="sm_90a").plan()
     kernel = compiled(replace(plan, config=FwdConfig(192, 128, 2, 2, 32, 160)))
     assert kernel.resources.spill_bytes > 0 and kernel.resources.serialised > 0
+
+
+def test_registers_that_no_launch_has() -> None:
+    """32 + 2 x 240 a thread is what an SM has, and hangs: 384 threads are launched with 168."""
+    from fa_cute.device.topology import Role, Topology
+
+    assert (register_pool(384), register_pool(512)) == (64_512, 65_536)
+    roles = Role("load", 1, 32, 1, ""), Role("math", 2, 240, 4, "")
+    with pytest.raises(AssertionError, match="= 65536 registers; 384 threads .* with 64512"):
+        Topology(roles, ())

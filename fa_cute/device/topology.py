@@ -16,8 +16,8 @@ import cutlass
 import cutlass.cute as cute
 
 from fa_cute.device.ring import Ring
+from fa_cute.plan import register_pool
 
-REGISTERS_PER_SM = 65536
 SHARED_MEMORY_LIMIT = 232448  # 227 KiB, what one CTA of sm_90 may have
 WARPGROUP = 128
 
@@ -64,8 +64,10 @@ class Topology:
     def __post_init__(self) -> None:
         need = sum(r.warpgroups * WARPGROUP * r.registers for r in self.roles)
         terms = " + ".join(f"{r.warpgroups * WARPGROUP}x{r.registers}" for r in self.roles)
-        assert need <= REGISTERS_PER_SM, (
-            f"the roles need {terms} = {need} registers; an SM has {REGISTERS_PER_SM}"
+        pool = register_pool(self.threads)
+        assert need <= pool, (
+            f"the roles need {terms} = {need} registers; {self.threads} threads are launched with "
+            f"{pool}"
         )
 
     @property

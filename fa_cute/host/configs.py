@@ -5,8 +5,8 @@ registers to the softmax), never by lengths. Of the rows whose head dims hold th
 the narrowest are looked at, and the first that fits is taken: other head dims are padded inside the
 kernel. Each row says why it is there; a row without a measurement says so.
 
-Register arithmetic on sm_90: 65,536 registers an SM, given out by warpgroup of 128 threads, so
-``128 * (producer + consumers * consumer)`` must not pass 65,536; each figure is a multiple of 8.
+Register arithmetic on sm_90: ``128 * (producer + consumers * consumer)`` must not pass what the CTA
+is launched with (``plan.register_pool``: 64,512 with two consumers, 65,536 with three).
 Shared memory: 227 KiB a CTA; two bytes an element of Q (tile_m rows) and of kv_stages blocks of K
 and of V.
 """
@@ -17,7 +17,6 @@ from typing import NamedTuple
 
 from fa_cute.plan import BwdConfig, FwdConfig
 
-REGISTERS_PER_SM = 65_536
 STEP = 8  # elements in 16 bytes: what TMA and the stores move
 LARGEST_HEAD_DIM = 256  # the columns of one wgmma
 HEAD_DIMS = f"multiples of {STEP} up to {LARGEST_HEAD_DIM}"
