@@ -92,7 +92,8 @@ def attention(
     if score_mod is not None or mask_mod is not None:
         mods = Mods.of(score_mod, as_mask_mod(mask_mod, q, k))
     options = Options(causal, window, scale, return_lse, deterministic)
-    if isinstance(q, torch.Tensor) and torch.is_autocast_enabled(q.device.type):
+    known = isinstance(q, torch.Tensor) and q.device.type in ("cpu", "cuda")
+    if known and torch.is_autocast_enabled(q.device.type):
         q, k, v = autocast((q, k, v))
     if isinstance(q, torch.Tensor) and q.is_cuda:
         result, lse = on_cuda((q, k, v), mods, options, out, sinks)

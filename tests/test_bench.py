@@ -9,13 +9,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench import compile_time, peers, plots
+from bench import compile_time, masks, peers, plots
 from bench.attention import summary
 from bench.cases import VARIANTS, Case
 from bench.results import Report, command, table
 from bench.selection import PRESETS, parser, selection
 from bench.sweep import ROWS, row
-from fa_cute.mods.trace import trace_score_mod
+from fa_cute import variants
+from fa_cute.host.blocks import TileCounts
+from fa_cute.mods.trace import trace_mask_mod, trace_score_mod
 from fa_cute.spans import Bounds, visible
 
 
@@ -145,3 +147,21 @@ def test_without_a_compiler_it_says_so(
     out = tmp_path / "compile.json"
     assert compile_time.main(["--only", "cutlass,fa3", "--out", str(out)]) == 0
     assert "nvcc is not on the PATH" in capsys.readouterr().out
+
+
+def test_the_bound_of_a_mask() -> None:
+    """(full + 1.25 partial) / all x full time x 1.1 + 10 us."""
+    row = masks.bound(TileCounts(empty=50, partial=20, full=30), 2.0)
+    assert row["bound_ms"] == pytest.approx(0.55 * 2.0 * 1.1 + 0.01)
+    assert (row["empty"], row["partial"], row["full"]) == (50, 20, 30)
+
+
+@pytest.mark.parametrize("name", masks.SIZES)
+def test_masks_trace_without_data(name: str) -> None:
+    static = trace_mask_mod(masks.mask_of(name, "meta")).graph
+    assert static.key == trace_mask_mod(masks.mask_of(name, "cpu")).graph.key
+
+
+def test_every_mask_of_the_gallery_is_measured() -> None:
+    found = {name for name, variant in variants.ALL.items() if variant.kind == "mask_mod"}
+    assert found == set(masks.SIZES)
