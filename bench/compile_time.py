@@ -9,7 +9,8 @@ process); a row a repeat in the JSON, medians in the table. Rows:
 * ``first``: the first compile of a fresh process: the compiler's import and its start are in it,
   torch's import is not. ``after``: in a process that has compiled another kernel: tracing, IR
   passes, libNVVM, ptxas, export and link. ``disk``: a fresh process finds the kernel on disk;
-  ``memory``: the same process asks again. A backward is three kernels, compiled one by one.
+  ``memory``: the same process asks again. A backward is three kernels, one by one; two of them are
+  the same for all masks and mods, and count in its first ``after`` and ``disk`` row only.
 * ``cutlass``: nvcc from nothing to an object file of ``hopper_fmha.cu``: one forward kernel, or
   the three of one backward, from the headers of the PyPI package ``nvidia-cutlass`` 4.2.0.0
   (``--cutlass``: its ``cutlass_library/source``, found by itself where it is installed).
@@ -27,6 +28,7 @@ import importlib.util
 import json
 import os
 import platform
+import re
 import shutil
 import statistics
 import subprocess
@@ -239,7 +241,7 @@ def _cutlass(nvcc: str, source: Path, cases: list[str], repeats: int) -> Iterato
         for repeat in range(repeats):
             usage = _nvcc(nvcc, HERE / "hopper_fmha.cu", includes, defines)
             row = {"who": "cutlass", "case": case, "direction": direction, "target": "sm_90a"}
-            yield row | {"what": "nvcc", "repeat": repeat} | usage._asdict()
+            yield row | {"what": "nvcc", "repeat": repeat} | usage
 
 
 def _fa3(nvcc: str, source: Path, repeats: int) -> Iterator[dict[str, Any]]:
@@ -250,14 +252,21 @@ def _fa3(nvcc: str, source: Path, repeats: int) -> Iterator[dict[str, Any]]:
             for repeat in range(repeats):
                 usage = _nvcc(nvcc, source / file, includes, defines)
                 row = {"who": "fa3", "case": "plain", "direction": direction, "target": "sm_90a"}
-                yield row | {"what": what, "repeat": repeat} | usage._asdict()
+                yield row | {"what": what, "repeat": repeat} | usage
 
 
-def _nvcc(nvcc: str, source: Path, includes: list[Path], defines: list[str]) -> Usage:
+def _nvcc(
+    nvcc: str, source: Path, includes: list[Path], defines: list[str]
+) -> dict[str, float | str]:
+    """Usage of a compile, or ``error``: its last words, where it fails."""
     with tempfile.TemporaryDirectory() as folder:
         paths = [f"-I{path}" for path in includes]
         out = ["-c", str(source), "-o", f"{folder}/kernel.o"]
-        return run([nvcc, "-arch=sm_90a", *FLAGS, *paths, *defines, *out])[1]
+        try:
+            return run([nvcc, "-arch=sm_90a", *FLAGS, *paths, *defines, *out])[1]._asdict()
+        except RuntimeError as error:
+            print(f"{source.name} {' '.join(defines)}: {error}", file=sys.stderr)
+            return {"error": "nvcc refused it"}
 
 
 # --- what there is to measure with
@@ -276,9 +285,17 @@ def _version(nvcc: str | None) -> str | None:
     return next((line for line in lines if "release" in line), None)
 
 
-def _facts(nvcc: str | None) -> dict[str, Any]:
-    versions = {}
-    for name in ("torch", "nvidia-cutlass-dsl", "nvidia-cutlass", "apache-tvm-ffi"):
+def _cutlass_version(source: Path | None) -> str | None:
+    header = source and source / "include" / "cutlass" / "version.h"
+    if header is None or not header.exists():
+        return None
+    parts = re.findall(r"#define CUTLASS_(?:MAJOR|MINOR|PATCH) (\d+)", header.read_text())
+    return ".".join(parts)
+
+
+def _facts(nvcc: str | None, source: Path | None) -> dict[str, Any]:
+    versions = {"cutlass": _cutlass_version(source)}
+    for name in ("torch", "nvidia-cutlass-dsl", "apache-tvm-ffi"):
         try:
             versions[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
@@ -300,6 +317,8 @@ def summary(rows: list[dict[str, Any]]) -> str:
     """A line each for who, what, direction and case: medians over the repeats."""
     groups: dict[tuple, list[dict[str, Any]]] = {}
     for row in rows:
+        if "error" in row:
+            continue
         key = (row["target"], row["direction"], row["case"], row["who"], row["what"])
         groups.setdefault(key, []).append(row)
     lines = []
@@ -319,9 +338,9 @@ def main(argv: list[str] | None = None) -> int:
         measures.get(what, lambda: stored(words, target))()
         return 0
     nvcc = options.nvcc or shutil.which("nvcc")
-    report = Report("compile-time", _facts(nvcc), options.out)
-    cases, cpp = options.cases.split(","), (options.cpp_cases or options.cases).split(",")
     wanted, source = options.only.split(","), options.cutlass or _found_cutlass()
+    report = Report("compile-time", _facts(nvcc, source), options.out)
+    cases, cpp = options.cases.split(","), (options.cpp_cases or options.cases).split(",")
     jobs: list[Iterator[dict[str, Any]]] = []
     if "ours" in wanted:
         jobs.append(_ours(cases, options.repeats))

@@ -123,7 +123,7 @@ def _compile_time(result: dict[str, Any]) -> list[tuple[str, Any]]:
     """Wall seconds, medians over the repeats, on a logarithmic scale: a bar for each way."""
     plt = _pyplot()
     seconds = defaultdict(list)
-    for row in result["rows"]:
+    for row in (row for row in result["rows"] if "error" not in row):
         way = (row["target"], row["direction"], row["case"], row["who"], row["what"])
         seconds[way].append(row["wall"])
     ways = sorted(seconds, reverse=True)

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+PATHS = ("--out", "--nvcc", "--cutlass", "--fa3-source")
 FOLDER = Path(__file__).parent / "results"
 
 
@@ -29,12 +30,12 @@ class Report:
 
 
 def command(argv: Sequence[str]) -> str:
-    """How to run it again, on any machine: without its paths (the module's, and ``--out``)."""
+    """How to run it again, on any machine: without its paths (the module's, and of ``PATHS``)."""
     words, kept = iter(argv[1:]), []
     for word in words:
-        if word == "--out":
+        if word in PATHS:
             next(words, None)
-        elif not word.startswith("--out="):
+        elif word.partition("=")[0] not in PATHS:
             kept.append(word)
     return " ".join([f"python -m bench.{Path(argv[0]).stem}", *kept])
 
