@@ -8,6 +8,7 @@ import warnings
 from typing import Any, NamedTuple
 
 from fa_cute.host import compile as compiling
+from fa_cute.host.target import arch_of
 from fa_cute.plan import BACKWARD, Plan
 
 
@@ -28,12 +29,12 @@ def recorded(plan: Plan) -> Recorded:
 
     kernel = compiling._entry(plan)
     stream = make_fake_stream(use_tvm_ffi_env_stream=True)
-    named = ["spans"] if plan.direction == BACKWARD else ["visits", "spans"]
+    named = ["visits", "spans"] if hasattr(kernel, "visits") else ["spans"]
     messages, private = {}, {"scratch": "math"}
     if getattr(kernel, "noted", False):
         messages["next", 1] = "count"
         named = ["visits"]
-    options = f"--enable-tvm-ffi --gpu-arch {plan.target}"
+    options = f"--enable-tvm-ffi --gpu-arch {arch_of(plan.target)}"
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         with recording(kernel, named, messages, private) as record:

@@ -14,8 +14,8 @@ import torch
 from fa_cute.variants.t5_relative_bias import t5_relative_bias
 
 from fa_cute.configuration import Configuration
-from fa_cute.device import protocol
-from fa_cute.device.protocol import Arrive, Barrier, Branch, Fault, Group, Loop, Product, Settle
+from fa_cute.device import checker, protocol
+from fa_cute.device.protocol import Arrive, Barrier, Branch, Group, Loop, Product, Settle
 from fa_cute.host.backward import plans_of
 from fa_cute.plan import Plan
 from tests.protocol_kernels import recorded, scenarios
@@ -63,7 +63,7 @@ def test_shipped_kernels(name: str) -> None:
     # branch on a block's note (whether it is whole) is of its own mask alone.
     assert set(unknown) <= {"cute.memref.load"}, unknown
     assert not any("free" in repr(loop.count) for loop in _loops(program.body))
-    assert protocol.check(program, scenarios(plan, 12), 60) > 10_000
+    assert checker.check(program, scenarios(plan, 12), 60) > 10_000
 
 
 def _loops(items: tuple) -> list:
@@ -127,8 +127,8 @@ def changed(change: Callable[[Any], Any]) -> Callable[[list], list]:
 
 
 def found_in(plan: Plan, wrong: Any, count: int = 60) -> str:
-    with pytest.raises(Fault) as fault:
-        protocol.check(wrong, scenarios(plan, 12), count)
+    with pytest.raises(checker.Fault) as fault:
+        checker.check(wrong, scenarios(plan, 12), count)
     return str(fault.value)
 
 
@@ -295,6 +295,6 @@ def test_the_backwards_release_before_its_wait() -> None:
     """Of Q. That of dO would be harmless: the producer fills Q's slot, freed later, before dO's."""
     program, _ = recorded(backward())
     harmless = wrong_by(program, before(releases(program, "do"), is_wait))
-    assert protocol.check(harmless, scenarios(backward(), 12), 30)
+    assert checker.check(harmless, scenarios(backward(), 12), 30)
     wrong = wrong_by(program, before(releases(program, "q"), is_wait))
     assert "unordered access: Copy" in found_in(backward(), wrong)

@@ -153,12 +153,8 @@ class Recorder:
         """What was recorded, as the checker walks it."""
         rings = {}
         for ring in self.topology.rings:
-            empties = getattr(ring, "empties", None)
-            if empties is None:
-                empties = 4 * self.topology.role(ring.consumer).warpgroups
-            fills, freed = getattr(ring, "fills", 1), getattr(ring, "freed", True)
-            table = protocol.RingTable(ring.stages, ring.tx_bytes, fills, empties, freed)
-            rings[ring.name] = table
+            empties = 4 * self.topology.role(ring.consumer).warpgroups
+            rings[ring.name] = protocol.RingTable(ring.stages, ring.tx_bytes, 1, empties)
         body = self.freeze(self.root)
         return protocol.Program(body, rings, self.topology.threads // protocol.WARP)
 
@@ -191,12 +187,12 @@ class Recorder:
 
     def name(self, value: Any, name: Any) -> None:
         """Give a value of the trace a name, unless it has one."""
-        if not isinstance(_plain(value), int):
-            self.names.setdefault(hash(_plain(value)), name)
+        if not isinstance(plain(value), int):
+            self.names.setdefault(hash(plain(value)), name)
 
     def expression(self, value: Any) -> Any:
         """A value as an expression of what has a name."""
-        value = _plain(value)
+        value = plain(value)
         if isinstance(value, int):
             return int(value)
         if hash(value) in self.slots:
@@ -208,10 +204,10 @@ class Recorder:
         if kind == "arith.constant":
             return int(ir.IntegerAttr(owner.attributes["value"]).value)
         if kind in BINARY:
-            return _folded(BINARY[kind], *map(self.expression, owner.operands))
+            return folded(BINARY[kind], *map(self.expression, owner.operands))
         if kind == "arith.cmpi":
             compared = COMPARED[ir.IntegerAttr(owner.attributes["predicate"]).value]
-            return _folded(compared, *map(self.expression, owner.operands))
+            return folded(compared, *map(self.expression, owner.operands))
         if kind == "arith.select":
             return ("select", *(self.expression(operand) for operand in owner.operands))
         if kind in CONSTANT:
@@ -227,7 +223,7 @@ class Recorder:
 
     def origins(self, value: Any) -> tuple[tuple[Buffer, ...], tuple[Held, ...], int | None]:
         """What an address was made of: buffers, slots, and the register fragment, if any."""
-        value = _plain(value)
+        value = plain(value)
         if hash(value) in self.found:
             return self.found[hash(value)]
         buffers, slots, fragment = [], [], None
@@ -247,7 +243,7 @@ class Recorder:
             if getattr(owner, "name", "") in FRAGMENTS and "rmem" in str(at.type):
                 fragment = self.fragments.setdefault(hash(at), len(self.fragments))
             if not getattr(owner, "name", "").endswith("load"):  # what memory says is no address
-                todo += [(_plain(o), depth + 1) for o in getattr(owner, "operands", ())]
+                todo += [(plain(o), depth + 1) for o in getattr(owner, "operands", ())]
         self.found[hash(value)] = tuple(buffers), tuple(slots), fragment
         return self.found[hash(value)]
 
@@ -258,7 +254,7 @@ class Recorder:
         """
         buffers, slots, fragment = self.origins(value)
         coordinates = at if isinstance(at, tuple) else (at,)
-        known = (hash(_plain(c)) for c in coordinates if isinstance(c, cutlass.Int32))
+        known = (hash(plain(c)) for c in coordinates if isinstance(c, cutlass.Int32))
         slots += tuple(self.slots[key] for key in known if key in self.slots)
         if fragment is not None:
             return Range("registers", fragment, 1, f"fragment {fragment}")
@@ -271,11 +267,12 @@ class Recorder:
             size = buffer.bytes // self.topology.role(role).warpgroups
             mine = ("-", ("//", ("tid",), WARPGROUP), self.topology.first_warpgroup(role))
             return Range("shared", ("+", buffer.begin, ("*", mine, size)), size, buffer.name)
-        if not slots or slots[0].ring.spec.stages == 1:
+        if not slots:
             return Range("shared", buffer.begin, buffer.bytes, buffer.name)
-        size = buffer.bytes // slots[0].ring.spec.stages
-        stage = ("*", ("slot", slots[0].number), size)
-        return Range("shared", ("+", buffer.begin, stage), size, buffer.name)
+        held = slots[0]
+        size = buffer.bytes // held.ring.spec.stages
+        place = folded("+", buffer.begin, ("*", ("slot", held.number), size))
+        return Range("shared", place, size, buffer.name)
 
     # What the verbs note.
 
@@ -283,8 +280,9 @@ class Recorder:
         """A new slot of a ring, known by its index from here on."""
         held = Held(self.count, ring)
         self.count += 1
-        if ring.spec.stages > 1:
-            self.slots[hash(_plain(ring.index))] = held
+        index = plain(ring.index)
+        if not isinstance(index, int):
+            self.slots[hash(index)] = held
         return held
 
     def touch(self, tensor: Any, write: bool, at: Any = ()) -> None:
@@ -311,13 +309,16 @@ class Recorder:
         self.add(Copy(self.filling[-1].number, part, size))
 
 
-def _folded(operation: str, a: Any, b: Any) -> Any:
+def folded(operation: str, a: Any, b: Any) -> Any:
+    """An expression of two, or the number that it is."""
     if isinstance(a, int) and isinstance(b, int):
         return int(protocol.OPERATORS[operation](a, b))
-    return a if operation == "+" and b == 0 else (operation, a, b)
+    if operation == "+" and 0 in (a, b):
+        return b if a == 0 else a
+    return (operation, a, b)
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
     """The value of the trace behind one of the compiler's Python objects, or a Python int.
 
     Emits nothing: ``ir_value`` of a pointer would be a conversion.
@@ -327,7 +328,9 @@ def _plain(value: Any) -> Any:
     return value if isinstance(value, int) else ir.Value(value)  # its base class has a hash
 
 
-def _wrapped(original: Callable, before: Callable) -> Callable:
+def wrapped(original: Callable, before: Callable) -> Callable:
+    """``original``, which first has ``before`` note it."""
+
     def verb(*args: Any, **options: Any) -> Any:
         before(*args, **options)
         return original(*args, **options)
@@ -341,17 +344,18 @@ def _ring_verbs(record: Recorder) -> Iterator[tuple[Any, str, Callable]]:
     kept: list[Slot] = []  # so that no other object takes their place
 
     @contextmanager
-    def recorded_fill(ring: Ring, *args: Any) -> Iterator[Slot]:
+    def recorded_fill(ring: Ring, *args: Any, **options: Any) -> Iterator[Slot]:
         mine = record.hold(ring)
         record.add(protocol.Wait(ring.spec.name, "fill", mine.number))
         record.filling.append(mine)
-        with fill(ring, *args) as slot:
+        with fill(ring, *args, **options) as slot:
             if ring.spec.tx_bytes:
                 record.add(Arrive(mine.number, "full"))
             yield slot
         record.filling.remove(mine)
         if not ring.spec.tx_bytes:
-            record.add(Arrive(mine.number, "full"))
+            commits = any(map(callable, (*args, *options.values())))
+            record.add(Arrive(mine.number, "full", commits))
 
     def recorded_take(ring: Ring) -> Slot:
         mine = record.hold(ring)
@@ -361,9 +365,9 @@ def _ring_verbs(record: Recorder) -> Iterator[tuple[Any, str, Callable]]:
         kept.append(slot)
         return slot
 
-    def recorded_release(slot: Slot, *args: Any) -> None:
-        record.add(Arrive(held[id(slot)].number, "empty"))
-        release(slot, *args)
+    def recorded_release(slot: Slot, *commit: Any) -> None:
+        record.add(Arrive(held[id(slot)].number, "empty", bool(commit)))
+        release(slot, *commit)
 
     yield Ring, "fill", recorded_fill
     yield Ring, "take", recorded_take
@@ -386,12 +390,12 @@ def _arch_verbs(record: Recorder) -> Iterator[tuple[Any, str, Callable]]:
         "fence_proxy": lambda *a, **o: record.add(Settle("fence")),
     }
     for name, note in notes.items():
-        yield arch, name, _wrapped(getattr(arch, name), note)
-    yield warpgroup, "commit_group", _wrapped(warpgroup.commit_group, lambda: record.add(Group()))
+        yield arch, name, wrapped(getattr(arch, name), note)
+    yield warpgroup, "commit_group", wrapped(warpgroup.commit_group, lambda: record.add(Group()))
     yield (
         warpgroup,
         "wait_group",
-        _wrapped(warpgroup.wait_group, lambda pending: record.add(Group(pending))),
+        wrapped(warpgroup.wait_group, lambda pending: record.add(Group(pending))),
     )
 
 
@@ -423,20 +427,20 @@ def _tensor_verbs(record: Recorder) -> Iterator[tuple[Any, str, Callable]]:
         for name, begin in getattr(size, "_offsets", {}).items():
             member = getattr(storage, name)
             place = Buffer(name, begin, member._size * member._dtype.width // 8)
-            record.buffers[hash(_plain(member._base))] = place
+            record.buffers[hash(plain(member._base))] = place
         return storage
 
-    yield cute, "copy", _wrapped(cute.copy, copied)
-    yield cute, "autovec_copy", _wrapped(cute.autovec_copy, vectors)
-    yield cute, "gemm", _wrapped(cute.gemm, multiplied)
+    yield cute, "copy", wrapped(cute.copy, copied)
+    yield cute, "autovec_copy", wrapped(cute.autovec_copy, vectors)
+    yield cute, "gemm", wrapped(cute.gemm, multiplied)
     yield kind, "__getitem__", got
     yield (
         kind,
         "__setitem__",
-        _wrapped(kind.__setitem__, lambda tensor, at, *a, **o: record.touch(tensor, True, at)),
+        wrapped(kind.__setitem__, lambda tensor, at, *a, **o: record.touch(tensor, True, at)),
     )
     for name, write in (("store", True), ("fill", True), ("load", False)):
-        yield kind, name, _wrapped(getattr(kind, name), _noting(record, write))
+        yield kind, name, wrapped(getattr(kind, name), _noting(record, write))
     yield cutlass.memory.SmemAllocator, "allocate", allocated
 
 
@@ -450,12 +454,13 @@ def recording(
     named: Sequence[str] = ("spans",),
     messages: Mapping[tuple[str, int], str] | None = None,
     private: Mapping[str, str] | None = None,
+    more: Sequence[Callable[[Recorder], Iterator]] = (),
 ) -> Iterator[Recorder]:
     """Record the trace of ``kernel`` inside the block, which ends where compiling would begin.
 
     ``named``: its methods whose result has fields that name the lengths of loops. ``messages``:
     (buffer, word) whose value, where it is read, has this name. ``private``: buffers of which each
-    warpgroup of a role has an equal part.
+    warpgroup of a role has an equal part. ``more``: further verbs to wrap.
     """
     record = Recorder(kernel.topology, messages or {}, private or {})
 
@@ -475,7 +480,7 @@ def recording(
         return verb
 
     with ExitStack() as stack:
-        for verbs in (_ring_verbs, _arch_verbs, _tensor_verbs):
+        for verbs in (_ring_verbs, _arch_verbs, _tensor_verbs, *more):
             for owner, name, verb in verbs(record):
                 stack.enter_context(mock.patch.object(owner, name, verb))
         for name in named:
