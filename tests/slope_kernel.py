@@ -46,7 +46,7 @@ def slopes(
     """
     traced, graph = trace_score_mod(score_mod), _derivative(score_mod)
     scores, weights = (x.mT.contiguous() for x in (scores, weights))
-    out = torch.fulllike(scores, torch.nan)
+    out = torch.full_like(scores, torch.nan)
     targets = [
         torch.zeros(traced.captured[slot].shape, device=scores.device) for slot in taught(graph)
     ]
