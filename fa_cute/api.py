@@ -21,8 +21,8 @@ from fa_cute.host.given_mask import as_mask_mod
 from fa_cute.host.launch import Kernel
 from fa_cute.host.planning import NO_MODS, Mods, make_plan
 from fa_cute.host.problem import ALIGNMENT, Problem, allocate, check_out, kernel_ready
-from fa_cute.host.target import current_target, sm_count
-from fa_cute.host.workspace import counter
+from fa_cute.host.target import current_target, is_hosted, sm_count
+from fa_cute.host.workspace import counter, tensor_memory
 from fa_cute.plan import Extra, Io, Launch
 
 SMALLEST_NORMAL_FLOAT32 = 2.0**-126
@@ -210,7 +210,10 @@ def on_gpu(
             q = q * sign
         if not ready or (q.data_ptr() | k.data_ptr() | v.data_ptr()) % ALIGNMENT:
             q, k, v = kernel_ready(q), kernel_ready(k), kernel_ready(v)
-        launch = Launch(*launch[:-1], counter(q.device))
+        scratch = None
+        if is_hosted(kernel.plan.target):
+            scratch = tensor_memory(q.device, launch.sm_count)
+        launch = Launch(*launch[:4], counter(q.device), scratch)
         extra = _extra(mods, sinks)
         if mods.blocks is not None and kernel.plan.block_lists:
             lists = mods.blocks.lists_for(problem.batch, problem.heads_q)

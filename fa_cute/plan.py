@@ -9,7 +9,7 @@ and the device pieces all read it, and it imports only the graph of the mods.
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, NamedTuple
 
 from fa_cute.mods.graph import Graph
@@ -74,6 +74,35 @@ class BwdConfig:
         return self.tile_q == 64 * self.consumers
 
 
+@dataclass(frozen=True)
+class FwdSm100Config:
+    """One row of the forward's table for sm_100.
+
+    ``q_tiles`` tiles of 128 query rows a CTA, each with a softmax warpgroup; ``tile_n`` keys a
+    block; slots of K, of V and, a tile, of S in tensor memory. ``early`` columns of P are given to
+    the product before the rest. Of every 16 pairs of exponentials ``emulated`` are computed on the
+    FMA pipes, by a polynomial of ``degree``. Registers a thread: of a softmax warpgroup, of the
+    correction's, and of the one whose warps load and multiply.
+    """
+
+    q_tiles: int
+    tile_n: int
+    k_stages: int
+    v_stages: int
+    s_stages: int
+    early: int
+    emulated: int
+    softmax_registers: int
+    correction_registers: int
+    issue_registers: int
+    degree: int = 3
+
+    @property
+    def tile_m(self) -> int:
+        """Query rows a CTA."""
+        return 128 * self.q_tiles
+
+
 FORWARD, BACKWARD = "forward", "backward"
 PREPROCESS, POSTPROCESS = "backward-preprocess", "backward-postprocess"
 
@@ -104,7 +133,7 @@ class Plan:
     sinks: bool
     deterministic: bool
     target: str
-    config: FwdConfig | BwdConfig
+    config: FwdConfig | FwdSm100Config | BwdConfig
     visits: str = "bounds"
 
     @property
@@ -161,7 +190,7 @@ def padded(head_dim: int, step: int = 32) -> int:
 def _text(value: Any) -> str:
     if isinstance(value, Graph):
         return value.key
-    if isinstance(value, FwdConfig | BwdConfig):
+    if is_dataclass(value):
         return ",".join(f"{f.name}:{getattr(value, f.name)}" for f in fields(value))
     return str(value)
 
@@ -258,7 +287,8 @@ class Launch(NamedTuple):
 
     Softmax scale; window bounds (used if the plan has them); SM count; ``counter``, an int32 tensor
     ``(1,)`` on the device, from which CTAs draw their next tile: 0 before a launch and 0 after it.
-    Launches that may run at the same time need a counter each.
+    Launches that may run at the same time need a counter each. ``scratch``: fp32 words that stand
+    in for tensor memory, 65,536 a CTA, in the plan of a hosted target; else None.
     """
 
     scale: Any
@@ -266,3 +296,4 @@ class Launch(NamedTuple):
     window_right: Any
     sm_count: Any
     counter: Any
+    scratch: Any = None

@@ -9,6 +9,10 @@ A **ring** is a staged buffer between a producer warp and consumer warps, two mb
 A consumer warp's arrival speaks only for the reads of that warp: a wgmma reads its B operand once a
 warp, so all warps of every consumer warpgroup arrive.
 
+An MMA that reads tensor and shared memory on its own, and is done later, arrives by its commit:
+``fill`` and ``release`` take it as ``arrive``. A ring whose table says ``freed=False`` has no empty
+barriers: something else orders the next filling after the last reading.
+
 A **turn** orders warpgroups in strict rotation on named barriers (ping-pong).
 
 The DSL drops, silently, an advance that its dynamic loop does not carry. So a ring knows the region
@@ -18,7 +22,7 @@ are errors while tracing, and cost no instruction.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -50,13 +54,18 @@ class Slot:
         self.index, self.barrier = index, barrier
         self._empty, self._read_by_lanes, self.released = empty, read_by_lanes, False
 
-    def release(self) -> None:
-        """This warp has read the slot: one lane arrives for it.
+    def release(self, arrive: Callable[[Any], None] | None = None) -> None:
+        """This warp has read the slot: one lane arrives for it, or ``arrive`` does.
 
         Reads by wgmma are over when its wait is. Reads by the lanes themselves are ordered here.
         """
         assert not self.released, "a slot was released twice; each is released exactly once"
         self.released = True
+        if self._empty is None:
+            return
+        if arrive is not None:
+            arrive(self._empty)
+            return
         if self._read_by_lanes:
             cute.arch.sync_warp()
         with cute.arch.elect_one():
@@ -106,23 +115,34 @@ class Ring:
         self.index = cutlass.select_(wraps, Int32(0), following)
 
     @contextmanager
-    def fill(self, note: tuple[cute.Tensor, Int32] | None = None) -> Iterator[Slot]:
+    def fill(
+        self,
+        note: tuple[cute.Tensor, Int32] | None = None,
+        *,
+        arrive: Callable[[Any], None] | None = None,
+    ) -> Iterator[Slot]:
         """Producer: wait until the next slot is free and hand it out.
 
         Where TMA fills it, its bytes are announced first, and the copies made inside complete on
         ``slot.barrier``. ``note``: words in shared memory, one a stage, and the word to leave there
-        with the slot. Where the warp writes a slot, lane 0 must do so: it arrives for the writes
-        when the block ends.
+        with the slot. Where one warp writes a slot, lane 0 must do so: it arrives for the writes
+        when the block ends. Where several do, any lane may: one lane of each arrives. ``arrive``
+        does so instead, for what the warp has issued and not awaited.
         """
         full, empty = (self._at(barriers) for barriers in self.barriers)
-        cute.arch.mbarrier_wait(empty, self.phase)
+        if self.spec.freed:
+            cute.arch.mbarrier_wait(empty, self.phase)
         if self.spec.tx_bytes:
             with cute.arch.elect_one():
                 if note is not None:
                     note[0][self.index] = note[1]  # this thread's own arrival releases it
                 cute.arch.mbarrier_arrive_and_expect_tx(full, self.spec.tx_bytes)
         yield Slot(self.index, full, None)
-        if not self.spec.tx_bytes:
+        if arrive is not None:
+            arrive(full)
+        elif not self.spec.tx_bytes:
+            if self.spec.fills > 1:
+                cute.arch.sync_warp()
             _arrive_from_writer(full)
         self._advance()
 
@@ -131,7 +151,8 @@ class Ring:
         full, empty = self.barriers
         cute.arch.mbarrier_wait(self._at(full), self.phase)
         by_lanes = self.spec.noted or not self.spec.tx_bytes
-        slot = Slot(self.index, self._at(full), self._at(empty), read_by_lanes=by_lanes)
+        freed = self._at(empty) if self.spec.freed else None
+        slot = Slot(self.index, self._at(full), freed, read_by_lanes=by_lanes)
         self.slots.append(slot)
         self._advance()
         return slot

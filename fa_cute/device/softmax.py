@@ -124,7 +124,7 @@ def finish(o: cute.Tensor, state: RowState, c: Float32, sink: Float32 | None) ->
         total, top = _across_quad(state.sum[r], _add), state.maximum[r] * (c * LN_2)
         factor = Float32(1.0)
         if sink is not None:
-            top, factor, share = _join(top, sink)
+            top, factor, share = join(top, sink)
             total = cute.math.fma(total, factor, share)
         empty = total == 0.0
         inverse = factor * cute.arch.rcp_approx(total)
@@ -135,7 +135,7 @@ def finish(o: cute.Tensor, state: RowState, c: Float32, sink: Float32 | None) ->
     return logs
 
 
-def _join(top: Float32, sink: Float32) -> tuple[Float32, Float32, Float32]:
+def join(top: Float32, sink: Float32) -> tuple[Float32, Float32, Float32]:
     """The maximum of a row and its sink; the row's sums and the sink's own, relative to it."""
     joint = cute.arch.fmax(top, sink)
     shift = cutlass.select_(joint == -Float32.inf, Float32(0.0), joint)

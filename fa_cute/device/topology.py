@@ -41,8 +41,10 @@ class Role:
 class RingSpec:
     """A staged buffer: TMA fills ``tx_bytes`` a stage (0: the producer warp writes it itself).
 
-    One arrival a consumer warp empties it. ``noted``: the producer leaves a word with each slot,
-    which lanes of the consumers read.
+    ``fills`` arrivals fill a slot, one a producer warp, and ``empties`` empty it (None: one a warp
+    of the consumer's role). ``freed``: False where the slot needs no barrier to be filled again.
+    ``copies``: this many rings of one kind, side by side (0: a single ring).
+    ``noted``: the producer leaves a word with each slot, which lanes of the consumers read.
     """
 
     name: str
@@ -52,6 +54,10 @@ class RingSpec:
     consumer: str
     why: str
     noted: bool = False
+    fills: int = 1
+    empties: int | None = None
+    freed: bool = True
+    copies: int = 0
 
 
 @dataclass(frozen=True)
@@ -87,14 +93,16 @@ class Topology:
     def storage(self, buffers: dict[str, tuple[type, int]]) -> Any:
         """The shared-memory struct: two mbarriers a stage, each buffer of ``(dtype, elements)``."""
         fields: dict[str, Any] = {
-            f"bar_{ring.name}": cute.struct.MemRange[cutlass.Int64, 2 * ring.stages]
+            f"bar_{ring.name}": cute.struct.MemRange[cutlass.Int64, self._words(ring)]
             for ring in self.rings
         }
-        total = 16 * sum(ring.stages for ring in self.rings)
+        total = 8 * sum(map(self._words, self.rings))
         for name, (dtype, elements) in buffers.items():
+            # Tiles of 16-bit operands begin on an atom of the widest swizzle.
+            align = 1024 if dtype.width == 16 else 16
             memory = cute.struct.MemRange[dtype, elements]
-            fields[name] = cute.struct.Align[memory, 1024]
-            total = -(-total // 1024) * 1024 + elements * dtype.width // 8
+            fields[name] = cute.struct.Align[memory, align]
+            total = -(-total // align) * align + elements * dtype.width // 8
         assert total <= SHARED_MEMORY_LIMIT, (
             f"barriers and {', '.join(buffers)} need {total} bytes of shared memory; "
             f"a CTA may have {SHARED_MEMORY_LIMIT}"
@@ -104,21 +112,41 @@ class Topology:
     def initialise(self, storage: Any) -> None:
         """Set the arrival counts; one thread calls it, before the CTA's first barrier."""
         for ring in self.rings:
-            full, empty = self._barriers(ring, storage)
-            consumers = 4 * self.role(ring.consumer).warpgroups
-            for stage in range(ring.stages):
-                cute.arch.mbarrier_init(full + stage, 1)
-                cute.arch.mbarrier_init(empty + stage, consumers)
+            consumers = ring.freed and (ring.empties or 4 * self.role(ring.consumer).warpgroups)
+            for copy in range(ring.copies or 1):
+                full, empty = self._barriers(ring, storage, copy)
+                for stage in range(ring.stages):
+                    cute.arch.mbarrier_init(full + stage, ring.fills)
+                    if ring.freed:
+                        cute.arch.mbarrier_init(empty + stage, consumers)
 
     def rings_of(self, side: str, storage: Any) -> Any:
         """A NamedTuple of every ring, seen from ``side``: "producer" or "consumer"."""
-        make = getattr(Ring, side)
-        kind = namedtuple("Rings", [ring.name for ring in self.rings])
-        return kind(*(make(ring, self._barriers(ring, storage)) for ring in self.rings))
+        return self.rings_from(storage, **{ring.name: side for ring in self.rings})
 
-    def _barriers(self, ring: RingSpec, storage: Any) -> tuple[Any, Any]:
-        full = getattr(storage, f"bar_{ring.name}").data_ptr()
+    def rings_from(self, storage: Any, copy: Any = None, **sides: str) -> Any:
+        """A NamedTuple of the rings named, each seen from its side: "producer" or "consumer".
+
+        Of a ring with copies: the one of number ``copy`` (a value of the kernel, too), or, where
+        that is None, a tuple of all.
+        """
+        specs = {ring.name: ring for ring in self.rings}
+        rings = [self._ring(specs[name], side, storage, copy) for name, side in sides.items()]
+        return namedtuple("Rings", list(sides))(*rings)
+
+    def _ring(self, ring: RingSpec, side: str, storage: Any, copy: Any) -> Any:
+        make = getattr(Ring, side)
+        if ring.copies and copy is None:
+            copies = range(ring.copies)
+            return tuple(make(ring, self._barriers(ring, storage, i)) for i in copies)
+        return make(ring, self._barriers(ring, storage, copy if ring.copies else 0))
+
+    def _barriers(self, ring: RingSpec, storage: Any, copy: Any) -> tuple[Any, Any]:
+        full = getattr(storage, f"bar_{ring.name}").data_ptr() + copy * (2 * ring.stages)
         return full, full + ring.stages
+
+    def _words(self, ring: RingSpec) -> int:
+        return 2 * ring.stages * (ring.copies or 1)
 
     def diagram(self) -> str:
         """Roles and rings as text, for ``explain`` and the docs."""

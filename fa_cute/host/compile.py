@@ -48,6 +48,7 @@ SOURCES = (
     *("plan.py", "spans.py", "host/compile.py"),
 )
 COMPILER = "nvidia-cutlass-dsl"
+BLACKWELL = ("sm_100a", "sm_103a", "sm_100@sm_90a")
 LINKERS = ("cc", "gcc", "clang", "ld", "ld.lld")
 
 _memory: dict[Plan, Kernel] = {}
@@ -235,7 +236,26 @@ def build(plan: Plan, scratch: Path) -> Built:
     return Built(unlinked, False, resources)
 
 
-def _compile(plan: Plan, scratch: Path) -> tuple[Any, str]:
+class Listing(NamedTuple):
+    """What the compiler made of a plan: the PTX as text, and ptxas's report."""
+
+    ptx: str
+    resources: Resources
+
+
+def listing(plan: Plan, scratch: Path) -> Listing:
+    """Compile ``plan`` for its instructions to be counted; ``scratch`` is an empty folder."""
+    from cutlass.base_dsl import compiler
+
+    with _compiler_lock:
+        keep = compiler.KeepPTX(True), compiler.DumpDir(str(scratch))
+        function, remarks = _compile(plan, scratch, keep)
+        shared = _shared_memory(str(function.ir_module))
+    (ptx,) = scratch.glob("*.ptx")
+    return Listing(ptx.read_text(), Resources(*_ptxas(remarks), shared))
+
+
+def _compile(plan: Plan, scratch: Path, more: tuple = ()) -> tuple[Any, str]:
     import cutlass.cute as cute
     from cutlass.base_dsl import compiler
     from cutlass.cute.runtime import make_fake_stream
@@ -249,6 +269,7 @@ def _compile(plan: Plan, scratch: Path) -> tuple[Any, str]:
         compiler.PtxasOptions("-v"),
         compiler.ExtraCompilerOpts("diagnostic=ptx"),
         compiler.RemarkOutput(str(remarks)),
+        *more,
     )
     stream = make_fake_stream(use_tvm_ffi_env_stream=True)
     with _no_tuple_warnings():
@@ -263,6 +284,7 @@ def _entry(plan: Plan) -> Any:
     from fa_cute.kernels.bwd_preprocess import BwdPreprocess
     from fa_cute.kernels.bwd_sm90 import BwdSm90
     from fa_cute.kernels.fwd_sm90 import FwdSm90
+    from fa_cute.kernels.fwd_sm100 import FwdSm100
 
     kernels = {
         (FORWARD, "sm_90a"): FwdSm90,
@@ -270,6 +292,7 @@ def _entry(plan: Plan) -> Any:
         (PREPROCESS, "sm_90a"): BwdPreprocess,
         (POSTPROCESS, "sm_90a"): BwdPostprocess,
     }
+    kernels |= dict.fromkeys(((FORWARD, name) for name in BLACKWELL), FwdSm100)
     found = kernels.get((plan.direction, plan.target))
     if found is None:
         raise ValueError(
@@ -305,7 +328,7 @@ def _fake_arguments(plan: Plan) -> tuple[Any, Extra, Launch]:
             _fake_gradients(plan.score_mod),
             _fake_lists() if plan.block_lists else None,
         ),
-        Launch(Float32(0), Int32(0), Int32(0), Int32(0), _fake_counter()),
+        Launch(Float32(0), Int32(0), Int32(0), Int32(0), _fake_counter(), _fake_scratch(plan)),
     )
 
 
@@ -380,6 +403,16 @@ def _fake_counter() -> Any:
     from cutlass.cute.runtime import make_fake_compact_tensor
 
     return make_fake_compact_tensor(_element("int32"), (1,))
+
+
+def _fake_scratch(plan: Plan) -> Any:
+    """(words,) of float32 where the target is hosted, else None."""
+    import cutlass.cute as cute
+    from cutlass.cute.runtime import make_fake_compact_tensor
+
+    if not target.is_hosted(plan.target):
+        return None
+    return make_fake_compact_tensor(_element("float32"), (cute.sym_int(),), assumed_align=16)
 
 
 def _fake_captured(captured: Captured) -> Any:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from fa_cute.plan import BwdConfig, FwdConfig
+from fa_cute.plan import BwdConfig, FwdConfig, FwdSm100Config
 
 STEP = 8  # elements in 16 bytes: what TMA and the stores move
 LARGEST_HEAD_DIM = 256  # the columns of one wgmma
@@ -32,7 +32,7 @@ class Row(NamedTuple):
     head_dims: tuple[int, int]
     cut: bool | None
     modified: bool | None
-    config: FwdConfig
+    config: FwdConfig | FwdSm100Config
     why: str
     dtype: str | None = None
 
@@ -133,22 +133,78 @@ FWD_SM90: tuple[Row, ...] = (
 )
 
 
+# sm_100: 512 columns of tensor memory, a CTA; 227 KiB of shared memory; 65,536 registers for two
+# softmax warpgroups, the correction's and the one that loads and multiplies. None is measured: no
+# such GPU was at hand. ``emulated`` follows the cycle model of docs/blackwell.md.
+FWD_SM100: tuple[Row, ...] = (
+    Row(
+        (64, 64),
+        None,
+        None,
+        FwdSm100Config(2, 128, 4, 4, 1, 96, 4, 200, 56, 56),
+        "not measured; the exponentials bound it, so a quarter of them is emulated; 160 KiB",
+    ),
+    Row(
+        (96, 96),
+        None,
+        None,
+        FwdSm100Config(2, 128, 3, 3, 1, 96, 3, 200, 56, 56),
+        "not measured; 192 KiB",
+    ),
+    Row(
+        (128, 128),
+        None,
+        None,
+        FwdSm100Config(2, 128, 2, 2, 1, 96, 2, 200, 56, 56),
+        "not measured; exponentials and products take 1,024 cycles each; 192 KiB, 512 columns",
+    ),
+    Row(
+        (192, 128),
+        None,
+        None,
+        FwdSm100Config(2, 128, 2, 1, 1, 96, 2, 184, 64, 80),
+        "not measured; 224 KiB, so one slot of V",
+    ),
+    Row(
+        (256, 256),
+        None,
+        None,
+        FwdSm100Config(1, 96, 2, 1, 2, 64, 0, 240, 112, 80),
+        "not measured; O takes 256 columns, so one tile with two slots of S; 208 KiB",
+    ),
+)
+
+
 def fwd_sm90(
     head_dim: int, head_dim_v: int, *, cut: bool, modified: bool, dtype: str = "bfloat16"
 ) -> FwdConfig:
     """The configuration of a forward on sm_90; ValueError says which head dims have one."""
+    return _first(FWD_SM90, (head_dim, head_dim_v), cut, modified, dtype)
+
+
+def fwd_sm100(
+    head_dim: int, head_dim_v: int, *, cut: bool, modified: bool, dtype: str = "bfloat16"
+) -> FwdSm100Config:
+    """The configuration of a forward on sm_100 and sm_103; ValueError as ``fwd_sm90``."""
+    return _first(FWD_SM100, (head_dim, head_dim_v), cut, modified, dtype)
+
+
+def _first(
+    table: tuple[Row, ...], head_dims: tuple[int, int], cut: bool, modified: bool, dtype: str
+) -> FwdConfig | FwdSm100Config:
+    head_dim, head_dim_v = head_dims
     if not takes(head_dim, head_dim_v):
         raise ValueError(
-            f"no forward kernel for sm_90 has head_dim {head_dim} and head_dim_v {head_dim_v}; "
+            f"no forward kernel has head_dim {head_dim} and head_dim_v {head_dim_v}; "
             f"each may be one of the {HEAD_DIMS}"
         )
     fitting = [
         row
-        for row in FWD_SM90
+        for row in table
         if row.cut in (None, cut)
         and row.modified in (None, modified)
         and row.dtype in (None, dtype)
-        and all(d <= most for d, most in zip((head_dim, head_dim_v), row.head_dims, strict=True))
+        and all(d <= most for d, most in zip(head_dims, row.head_dims, strict=True))
     ]
     return min(fitting, key=lambda row: row.head_dims).config
 

@@ -18,7 +18,13 @@ if TYPE_CHECKING:
     from fa_cute.host.problem import Problem
     from fa_cute.mods.graph import Graph
 
-SUPPORTED_TARGETS = ("sm_90a",)
+HOSTED = "sm_100@sm_90a"  # the kernel of sm_100 on a Hopper GPU: a test device
+CONFIGS = {
+    "sm_90a": configs.fwd_sm90,
+    "sm_100a": configs.fwd_sm100,
+    "sm_103a": configs.fwd_sm100,
+    HOSTED: configs.fwd_sm100,
+}
 MOD_NAMES = ("score_mod", "mask_mod")
 
 
@@ -80,20 +86,20 @@ NO_MODS = Mods()
 
 
 def make_plan(problem: Problem, mods: Mods, target: str) -> Plan:
-    """The plan of a forward for ``target`` ("sm_90a"); ValueError for a target without kernels.
+    """The plan of a forward for ``target`` (``CONFIGS``); ValueError for a target without kernels.
 
     The forward is deterministic by construction (one CTA owns a row of the output and visits its
     blocks in a fixed order), so ``deterministic`` is False in its plan and never splits the cache.
     """
-    if target not in SUPPORTED_TARGETS:
+    if target not in CONFIGS:
         raise ValueError(
-            f"fa_cute has kernels for {', '.join(SUPPORTED_TARGETS)} (Hopper), not for {target} "
+            f"fa_cute has kernels for {', '.join(CONFIGS)}, not for {target} "
             f"of {problem.device}; CPU tensors run anywhere, through fa_cute.attention on q.cpu()"
         )
     score_mod, mask_mod = (None if traced is None else traced.graph for traced in mods[:2])
     window = tuple(bound is not None for bound in problem.window)
     dtype = str(problem.dtype).removeprefix("torch.")
-    config = configs.fwd_sm90(
+    config = CONFIGS[target](
         problem.head_dim,
         problem.head_dim_v,
         cut=problem.causal or any(window),
@@ -118,7 +124,7 @@ def make_plan(problem: Problem, mods: Mods, target: str) -> Plan:
         deterministic=False,
         target=target,
         config=config,
-        visits=_visits(mods, config),
+        visits=_visits(mods, config) if isinstance(config, FwdConfig) else "bounds",
     )
 
 

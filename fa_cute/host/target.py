@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-_BY_CAPABILITY = {(9, 0): "sm_90a"}
+_BY_CAPABILITY = {(9, 0): "sm_90a", (10, 0): "sm_100a", (10, 3): "sm_103a"}
 _TARGET = re.compile(r"sm_\d+[af]?(@sm_\d+[af]?)?")
 
 
@@ -33,6 +33,11 @@ def check_target(target: str) -> str:
 def arch_of(target: str) -> str:
     """The architecture that the machine code is made for: the host of a hosted target."""
     return target.rpartition("@")[2]
+
+
+def is_hosted(target: str) -> bool:
+    """Whether ``target`` is one architecture's kernel on another's GPU."""
+    return "@" in target
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-"""The counter from which a launch's CTAs draw their tiles: one for each stream.
+"""The counter from which a launch's CTAs draw their tiles, one for each stream; a hosted scratch.
 
 A kernel leaves its counter at 0, so launches of one stream, which follow each other, share one.
 A captured graph may be replayed on any stream beside any other launch, so each launch captured has
@@ -24,3 +24,8 @@ def counter(device: torch.device) -> torch.Tensor:
     if not torch.cuda.is_current_stream_capturing():
         _counters[index, stream] = fresh
     return fresh
+
+
+def tensor_memory(device: torch.device, sm_count: int) -> torch.Tensor:
+    """What stands in for tensor memory under a hosted target: 128 lanes x 512 columns a CTA."""
+    return torch.full((sm_count * 128 * 512,), torch.nan, device=device)

@@ -1,0 +1,73 @@
+"""One thread, one row: the bounds of its scores, and the store of its part of O.
+
+The layout of tensor memory's loads (``tmem``): a thread holds consecutive columns of one row, so
+that nothing is shuffled, and column i of a fragment is column i of the block.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32
+from cutlass._mlir import ir
+from cutlass._mlir.dialects import arith, vector
+
+from fa_cute.device import emit
+from fa_cute.spans import Bounds
+
+Vector = Any  # of fp32 or 32-bit words, of the compiler's intermediate form
+VECTOR = 8  # 16-bit columns in 16 bytes, what a store moves
+
+
+class Limit(NamedTuple):
+    """Columns ``[low, high)`` of the sequence that the row sees; no left bound: ``low`` None."""
+
+    low: Int32 | None
+    high: Int32
+
+
+def limit_of(bounds: Bounds, row: Int32) -> Limit:
+    """What ``row`` sees under ``bounds``."""
+    diagonal = row + bounds.seqlen_k - bounds.seqlen_q
+    high, low = bounds.seqlen_k, None
+    if bounds.right is not None:
+        bound = diagonal + bounds.right + 1
+        high = cutlass.select_(bound < high, bound, high)
+    if bounds.left is not None:
+        low = diagonal - bounds.left
+    return Limit(low, high)
+
+
+def hide(s: Vector, limit: Limit, kv_first: Int32) -> Vector:
+    """``s`` (columns,) with -inf where the row does not see key ``kv_first + i``."""
+    columns = emit.ramp(emit.constant(0, "int32"), range(emit.lanes_of(s)))
+    hidden = emit.like(s, -math.inf)
+    high = emit.splat((limit.high - kv_first).ir_value(), emit.lanes_of(s))
+    s = arith.select(emit.compare("lt", columns, high), s, hidden)
+    if limit.low is not None:
+        low = emit.splat((limit.low - kv_first).ir_value(), emit.lanes_of(s))
+        s = arith.select(emit.compare("lt", columns, low), hidden, s)
+    return s
+
+
+def rounded(s: Vector, dtype: type) -> Vector:
+    """``s`` (columns,) fp32 rounded to the 16-bit ``dtype``: (columns / 2,) words."""
+    narrow = arith.truncf(emit.as_type(dtype.mlir_type, s), s)
+    words = ir.VectorType.get([emit.lanes_of(s) // 2], emit.integer(32))
+    return vector.bitcast(words, narrow)
+
+
+def store(words: Vector, g_row: cute.Tensor, first: int) -> None:
+    """Write 32-bit ``words`` to ``g_row`` (Dv,) from column ``first`` on; none past its end.
+
+    Dv is a multiple of 8, so a vector of 16 bytes is real or padding as a whole.
+    """
+    whole = cute.recast_tensor(g_row, Int32)
+    for column in range(first, min(first + 2 * emit.lanes_of(words), cute.size(g_row)), VECTOR):
+        part = cute.make_rmem_tensor(VECTOR // 2, Int32)
+        value = emit.part(words, (column - first) // 2, VECTOR // 2)
+        part.store(cute.TensorSSA(value, VECTOR // 2, Int32))
+        cute.autovec_copy(part, cute.local_tile(whole, (VECTOR // 2,), (column // VECTOR,)))
