@@ -7,11 +7,12 @@ that nothing is shuffled, and column i of a fragment is column i of the block.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32
+from cutlass import Float32, Int32
 from cutlass._mlir import ir
 from cutlass._mlir.dialects import arith, vector
 
@@ -58,6 +59,33 @@ def rounded(s: Vector, dtype: type) -> Vector:
     narrow = arith.truncf(emit.as_type(dtype.mlir_type, s), s)
     words = ir.VectorType.get([emit.lanes_of(s) // 2], emit.integer(32))
     return vector.bitcast(words, narrow)
+
+
+def modified(s: Vector, mod: Callable[[cute.Tensor], None]) -> Vector:
+    """The scores ``s`` (columns,) after ``mod``, which works on a fragment in place."""
+    fragment = cute.make_rmem_tensor((1, emit.lanes_of(s)), Float32)
+    fragment.store(cute.TensorSSA(s, fragment.shape, Float32))
+    mod(fragment)
+    return vector.shape_cast(s.type, fragment.load().ir_value())
+
+
+def scaled(o: Vector, factor: Float32) -> Vector:
+    """A piece of a row times ``factor``: two columns an instruction."""
+    return arith.mulf(o, emit.splat(factor.ir_value(), emit.lanes_of(o)))
+
+
+@cute.jit
+def store_piece(words: Any, g_out: cute.Tensor, at: tuple, first: cutlass.Constexpr) -> None:
+    """``store`` to row ``at[0]`` of ``g_out`` (Sq, Dv), if it is below ``at[1]``, which is Sq."""
+    if at[0] < at[1]:
+        store(words, g_out[at[0], None], first)
+
+
+@cute.jit
+def store_log(log: Float32, g_lse: cute.Tensor, row: Int32, rows: Int32) -> None:
+    """Write the row's log-sum-exp to ``g_lse`` (Sq,), if ``row`` is below ``rows``, which is Sq."""
+    if row < rows:
+        g_lse[row] = log
 
 
 def store(words: Vector, g_row: cute.Tensor, first: int) -> None:

@@ -29,8 +29,6 @@ from typing import Any, NamedTuple
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
-from cutlass._mlir import ir
-from cutlass._mlir.dialects import arith, vector
 from cutlass.cute.nvgpu import cpasync
 
 from fa_cute.device import emit, mma_sm100, rows, score, tmem
@@ -497,11 +495,11 @@ class FwdSm100:
         memory.loaded()
         slot.release()
         if mods.score is not None:
-            s = self.modified(s, mods.score.score)
+            s = rows.modified(s, mods.score.score)
         if edge:
             s = rows.hide(s, body.limit, block * c.tile_n)
         if mods.mask is not None:
-            s = self.modified(s, mods.mask.hide)
+            s = rows.modified(s, mods.mask.hide)
         gain = self.gain(body.x)
         factor, shift = softmax.raise_maximum(s, body.state, gain, self.pairs, first=first)
         if not first:
@@ -521,14 +519,6 @@ class FwdSm100:
                 memory.stored()
         softmax.add_up(p, body.state, factor, first=first)
         return rings
-
-    def modified(self, s: Any, mod: Any) -> Any:
-        """The scores ``s`` (tile_n,) after ``mod``, which works on a fragment in place."""
-        fragment = cute.make_rmem_tensor((1, self.config.tile_n), Float32)
-        fragment.store(cute.TensorSSA(s, fragment.shape, Float32))
-        mod(fragment)
-        whole = ir.VectorType.get([self.config.tile_n], Float32.mlir_type)
-        return vector.shape_cast(whole, fragment.load().ir_value())
 
     def gain(self, x: Operands) -> Float32:
         """c, what a score is multiplied with to become an exponent of 2."""
@@ -572,7 +562,7 @@ class FwdSm100:
             for at in cutlass.range_constexpr(0, self.plan.width_v, PIECE):
                 o = memory.load(column + at, PIECE)
                 memory.loaded()
-                memory.store(column + at, _scaled(o, factor))
+                memory.store(column + at, rows.scaled(o, factor))
             memory.stored()
 
     def finish(self, work: tuple, rings, buffers: Buffers, memory: Any, t: int) -> Any:
@@ -586,12 +576,15 @@ class FwdSm100:
         o = rings.o[t].take()
         memory.entered()
         row = place.block * self.config.tile_m + t * mma_sm100.ROWS + thread
+        g_out = x.out[place.batch, None, place.head, None]
         for at in range(0, self.plan.width_v, PIECE):
             piece = memory.load(self.columns[f"o{t}"].first + at, PIECE)
             memory.loaded()
-            self.store(x, place, row, (rows.rounded(_scaled(piece, factor), self.dtype), at))
+            words = rows.rounded(rows.scaled(piece, factor), self.dtype)
+            rows.store_piece(words, g_out, (row, x.bounds.seqlen_q), at)
         o.release()
-        self.store_log(x, place, row, log)
+        if x.lse is not None:
+            rows.store_log(log, x.lse[place.batch, place.head, None], row, x.bounds.seqlen_q)
         return rings
 
     def store_nothing(self, x: Operands, place: Place, t: int) -> None:
@@ -599,25 +592,9 @@ class FwdSm100:
         thread = cute.arch.thread_idx()[0] % WARPGROUP
         row = place.block * self.config.tile_m + t * mma_sm100.ROWS + thread
         words = emit.constant_of(0, emit.integer(32), PIECE // 2)
+        g_out = x.out[place.batch, None, place.head, None]
         for at in range(0, self.plan.width_v, PIECE):
-            self.store(x, place, row, (words, at))
+            rows.store_piece(words, g_out, (row, x.bounds.seqlen_q), at)
         sink = x.extra.sinks[place.head] if self.plan.sinks else -Float32.inf
-        self.store_log(x, place, row, sink)
-
-    @cute.jit
-    def store(self, x: Operands, place: Place, row: Int32, piece: tuple):
-        """Write a piece (words, first column) of the output's ``row``, if that exists."""
-        if row < x.bounds.seqlen_q:
-            rows.store(piece[0], x.out[place.batch, row, place.head, None], piece[1])
-
-    @cute.jit
-    def store_log(self, x: Operands, place: Place, row: Int32, log: Float32):
-        """Write the row's log-sum-exp, if the plan returns it."""
-        if const_expr(x.lse is not None):
-            if row < x.bounds.seqlen_q:
-                x.lse[place.batch, place.head, row] = log
-
-
-def _scaled(o: Any, factor: Float32) -> Any:
-    """A piece of a row times ``factor``: two columns an instruction."""
-    return arith.mulf(o, emit.splat(factor.ir_value(), PIECE))
+        if x.lse is not None:
+            rows.store_log(sink, x.lse[place.batch, place.head, None], row, x.bounds.seqlen_q)
