@@ -90,16 +90,19 @@ class Topology:
         names = [role.name for role in self.roles]
         return sum(role.warpgroups for role in self.roles[: names.index(name)])
 
-    def storage(self, buffers: dict[str, tuple[type, int]]) -> Any:
-        """The shared-memory struct: two mbarriers a stage, each buffer of ``(dtype, elements)``."""
+    def storage(self, buffers: dict[str, tuple[type, int]], words: tuple[str, ...] = ()) -> Any:
+        """The shared-memory struct: two mbarriers a stage, each buffer of ``(dtype, elements)``.
+
+        Buffers begin on an atom of the widest swizzle, except ``words``, which nothing but threads
+        reads and writes.
+        """
         fields: dict[str, Any] = {
             f"bar_{ring.name}": cute.struct.MemRange[cutlass.Int64, self._words(ring)]
             for ring in self.rings
         }
         total = 8 * sum(map(self._words, self.rings))
         for name, (dtype, elements) in buffers.items():
-            # Tiles of 16-bit operands begin on an atom of the widest swizzle.
-            align = 1024 if dtype.width == 16 else 16
+            align = 16 if name in words else 1024
             memory = cute.struct.MemRange[dtype, elements]
             fields[name] = cute.struct.Align[memory, align]
             total = -(-total // align) * align + elements * dtype.width // 8

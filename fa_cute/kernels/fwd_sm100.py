@@ -46,6 +46,7 @@ from fa_cute.spans import Arithmetic, Bounds, KvSpans, kv_spans
 DTYPES = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16}
 NEXT_STAGES = 2
 STAT_STAGES = 1  # of the message to the correction, which reads it at once
+SMALL = ("next", "tmem", "stat", "scratch")  # buffers of single words
 SCRATCH = 1  # the first named barrier of the mods' scratch, one a softmax warpgroup; 0 is the CTA's
 PIECE = 32  # columns of a row that move between tensor memory and registers at a time
 
@@ -261,10 +262,8 @@ class FwdSm100:
     def registers(self, role: str, more: bool) -> None:
         """Take the role's registers: all four warps of its warpgroups."""
         if self.native:
-            cute_registers = cute.arch.setmaxregister_decrease
-            if more:
-                cute_registers = cute.arch.setmaxregister_increase
-            cute_registers(self.topology.role(role).registers)
+            less, greater = cute.arch.setmaxregister_decrease, cute.arch.setmaxregister_increase
+            (greater if more else less)(self.topology.role(role).registers)
 
     def allocate(self, x: Operands) -> tuple[Any, Buffers]:
         """Shared memory: the barriers' storage, and the buffers as tensors."""
@@ -281,7 +280,7 @@ class FwdSm100:
             name: (self.dtype, cute.cosize(layout))
             for name, layout in zip("qkv", x.layouts, strict=True)
         }
-        storage = cutlass.memory.SmemAllocator().allocate(self.topology.storage(sizes))
+        storage = cutlass.memory.SmemAllocator().allocate(self.topology.storage(sizes, SMALL))
         q, k, v = (
             getattr(storage, name).get_tensor(layout.outer, swizzle=layout.inner)
             for name, layout in zip("qkv", x.layouts, strict=True)
