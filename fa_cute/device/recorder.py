@@ -212,6 +212,8 @@ class Recorder:
             return ("select", *(self.expression(operand) for operand in owner.operands))
         if kind in CONSTANT:
             return CONSTANT[kind]
+        if kind == "scf.if":
+            return self.merged(owner, ir.OpResult(value).result_number)
         if kind == "nvvm.read.ptx.sreg.tid.x":
             return ("tid",)
         if kind == "nvvm.shfl.sync":
@@ -220,6 +222,14 @@ class Recorder:
             return self.expression(owner.operands[0])
         self.unknown.append(kind)
         return ("free", (kind, hash(value)))
+
+    def merged(self, owner: Any, number: int) -> Any:
+        """A value that a branch, which is complete, hands on: one side's or the other's."""
+        ends = [list(region.blocks[0].operations)[-1] for region in owner.regions]
+        then, other = (self.expression(end.operands[number]) for end in ends)
+        if then == other:
+            return then
+        return ("select", self.expression(owner.operands[0]), then, other)
 
     def origins(self, value: Any) -> tuple[tuple[Buffer, ...], tuple[Held, ...], int | None]:
         """What an address was made of: buffers, slots, and the register fragment, if any."""
