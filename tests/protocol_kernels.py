@@ -30,14 +30,20 @@ def recorded(plan: Plan) -> Recorded:
     kernel = compiling._entry(plan)
     stream = make_fake_stream(use_tvm_ffi_env_stream=True)
     named = ["visits", "spans"] if hasattr(kernel, "visits") else ["spans"]
-    messages, private = {}, {"scratch": "math"}
+    blackwell = plan.target.startswith("sm_10")
+    messages, private = {}, {"scratch": "softmax" if blackwell else "math"}
     if getattr(kernel, "noted", False):
         messages["next", 1] = "count"
         named = ["visits"]
+    more = []
+    if blackwell:
+        from fa_cute.device.recorder_sm100 import verbs
+
+        more = [verbs]
     options = f"--enable-tvm-ffi --gpu-arch {arch_of(plan.target)}"
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        with recording(kernel, named, messages, private) as record:
+        with recording(kernel, named, messages, private, more) as record:
             cute.compile(
                 kernel,
                 *compiling._fake_arguments(plan),

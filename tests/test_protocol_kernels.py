@@ -52,6 +52,14 @@ KERNELS: dict[str, Callable[[], Plan]] = {
         causal=True, gqa_ratio=2, deterministic=True
     ),
     "backward, wide": lambda: backward(head_dim=256),
+    "Blackwell": lambda: forward(target="sm_100a"),
+    "Blackwell, causal, window": lambda: forward(
+        target="sm_100a", causal=True, window=(True, False)
+    ),
+    "Blackwell, one tile a CTA": lambda: forward(target="sm_100a", head_dim=256),
+    "Blackwell, diagonals": lambda: forward(
+        target="sm_100a", score_mod=t5_relative_bias(torch.zeros(32, 8))
+    ),
 }
 
 
@@ -60,8 +68,9 @@ def test_shipped_kernels(name: str) -> None:
     plan = KERNELS[name]()
     program, unknown = recorded(plan)
     # What the recorder cannot express decides no loop of verbs: those have names. A consumer's
-    # branch on a block's note (whether it is whole) is of its own mask alone.
-    assert set(unknown) <= {"cute.memref.load"}, unknown
+    # branch on a block's note (whether it is whole) is of its own mask alone, a correction warp's
+    # vote (whether some row needs rescaling) of its own accesses.
+    assert set(unknown) <= {"cute.memref.load", "nvvm.vote.sync"}, unknown
     assert not any("free" in repr(loop.count) for loop in _loops(program.body))
     assert checker.check(program, scenarios(plan, 12), 60) > 10_000
 
@@ -298,3 +307,59 @@ def test_the_backwards_release_before_its_wait() -> None:
     assert checker.check(harmless, scenarios(backward(), 12), 30)
     wrong = wrong_by(program, before(releases(program, "q"), is_wait))
     assert "unordered access: Copy" in found_in(backward(), wrong)
+
+
+def blackwell() -> Plan:
+    return forward(target="sm_100a")
+
+
+@pytest.mark.parametrize("what", ["load", "store", "entered"])
+def test_tensor_memory_that_is_not_settled(what: str) -> None:
+    program, _ = recorded(blackwell())
+    wrong = wrong_by(program, without(lambda op: op == Settle(what)))
+    assert "tensor memory" in found_in(blackwell(), wrong)
+
+
+@pytest.mark.parametrize("ring", ["s", "o", "v"])
+def test_an_arrival_in_place_of_a_commit(ring: str) -> None:
+    """The warp arrives at once, while its products are under way."""
+    program, _ = recorded(blackwell())
+    rings = ring_of(program)
+
+    def early(op: Any) -> Any:
+        mine = isinstance(op, Arrive) and op.commit and rings[op.slot] == ring
+        return op._replace(commit=False) if mine else op
+
+    assert "unordered access" in found_in(blackwell(), wrong_by(program, changed(early)))
+
+
+def test_an_arrival_for_p_before_its_last_columns() -> None:
+    program, _ = recorded(blackwell())
+    rings = ring_of(program)
+
+    def edit(items: list) -> list:
+        found = []
+        for op in items:
+            mine = getattr(op, "slot", None) in rings and rings[op.slot] == "tail"
+            if mine and isinstance(op, protocol.Wait) and op.side == "fill":
+                found += [op, Arrive(op.slot, "full")]
+            elif not (mine and isinstance(op, Arrive) and op.side == "full"):
+                found.append(op)
+        return found
+
+    text = found_in(blackwell(), wrong_by(program, edit))
+    assert "unordered access" in text and "tensor memory" in text
+
+
+def test_p_in_the_other_tiles_columns() -> None:
+    program, _ = recorded(blackwell())
+
+    def beside(op: Any) -> Any:
+        mine = isinstance(op, protocol.Touch) and op.via == "store" and "tid" in repr(op.range)
+        return op._replace(range=_beside(op.range)) if mine else op
+
+    def _beside(part: Any) -> Any:
+        return part._replace(begin=("^", part.begin, 128))
+
+    text = found_in(blackwell(), wrong_by(program, changed(beside)))
+    assert "unordered access" in text and "tensor memory" in text

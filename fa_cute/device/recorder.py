@@ -81,10 +81,11 @@ class Buffer(NamedTuple):
 
 
 class Held(NamedTuple):
-    """A slot while tracing: its number in the record, and its ring."""
+    """A slot while tracing: its number in the record, its ring, and which of the ring's copies."""
 
     number: int
     ring: Ring
+    copy: Any
 
 
 @dataclass
@@ -110,6 +111,8 @@ class Recorder:
     fragments: dict[int, int] = field(default_factory=dict)
     found: dict[int, tuple] = field(default_factory=dict)
     operands: set[int] = field(default_factory=set)
+    copies: dict[int, Any] = field(default_factory=dict)  # by a ring's first barrier
+    latest: dict[str, Held] = field(default_factory=dict)  # by a ring's name
     filling: list[Held] = field(default_factory=list)
     recent: set = field(default_factory=set)
     unknown: list[str] = field(default_factory=list)
@@ -153,8 +156,12 @@ class Recorder:
         """What was recorded, as the checker walks it."""
         rings = {}
         for ring in self.topology.rings:
-            empties = 4 * self.topology.role(ring.consumer).warpgroups
-            rings[ring.name] = protocol.RingTable(ring.stages, ring.tx_bytes, 1, empties)
+            empties = ring.empties
+            if ring.freed and empties is None:
+                empties = 4 * self.topology.role(ring.consumer).warpgroups
+            rings[ring.name] = protocol.RingTable(
+                ring.stages, ring.tx_bytes, ring.fills, empties or 0, ring.freed
+            )
         body = self.freeze(self.root)
         return protocol.Program(body, rings, self.topology.threads // protocol.WARP)
 
@@ -277,19 +284,22 @@ class Recorder:
             size = buffer.bytes // self.topology.role(role).warpgroups
             mine = ("-", ("//", ("tid",), WARPGROUP), self.topology.first_warpgroup(role))
             return Range("shared", ("+", buffer.begin, ("*", mine, size)), size, buffer.name)
-        if not slots:
+        held = slots[0] if slots else self.latest.get(buffer.name)
+        if held is None or not (slots or held.ring.spec.copies):
             return Range("shared", buffer.begin, buffer.bytes, buffer.name)
-        held = slots[0]
-        size = buffer.bytes // held.ring.spec.stages
-        place = folded("+", buffer.begin, ("*", ("slot", held.number), size))
+        stages = held.ring.spec.stages
+        size = buffer.bytes // (stages * (held.ring.spec.copies or 1))
+        number = folded("+", ("slot", held.number), folded("*", held.copy, stages))
+        place = folded("+", buffer.begin, ("*", number, size))
         return Range("shared", place, size, buffer.name)
 
     # What the verbs note.
 
     def hold(self, ring: Ring) -> Held:
         """A new slot of a ring, known by its index from here on."""
-        held = Held(self.count, ring)
+        held = Held(self.count, ring, self.copies.get(hash(plain(ring.barriers[0])), 0))
         self.count += 1
+        self.latest[ring.spec.name] = held
         index = plain(ring.index)
         if not isinstance(index, int):
             self.slots[hash(index)] = held
@@ -356,7 +366,7 @@ def _ring_verbs(record: Recorder) -> Iterator[tuple[Any, str, Callable]]:
     @contextmanager
     def recorded_fill(ring: Ring, *args: Any, **options: Any) -> Iterator[Slot]:
         mine = record.hold(ring)
-        record.add(protocol.Wait(ring.spec.name, "fill", mine.number))
+        record.add(protocol.Wait(ring.spec.name, "fill", mine.number, mine.copy))
         record.filling.append(mine)
         with fill(ring, *args, **options) as slot:
             if ring.spec.tx_bytes:
@@ -369,7 +379,7 @@ def _ring_verbs(record: Recorder) -> Iterator[tuple[Any, str, Callable]]:
 
     def recorded_take(ring: Ring) -> Slot:
         mine = record.hold(ring)
-        record.add(protocol.Wait(ring.spec.name, "take", mine.number))
+        record.add(protocol.Wait(ring.spec.name, "take", mine.number, mine.copy))
         slot = take(ring)
         held[id(slot)] = mine
         kept.append(slot)
