@@ -1,0 +1,220 @@
+"""Which thread holds which element: each exactly once, and where the kernels think that it is."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from fa_cute.configuration import Configuration
+from fa_cute.device import protocol
+from fa_cute.spans import Bounds
+from tests.protocol_kernels import recorded
+
+pytestmark = pytest.mark.compile
+
+THREADS, ROWS = 128, 64
+WIDTHS = (64, 80, 128, 176)
+
+
+@pytest.fixture(scope="module")
+def layouts() -> dict[tuple[str, int], tuple]:
+    """The compiler's (thread, value) -> row + 64 column of wgmma's operand A and accumulator."""
+    import cutlass.cute as cute
+    from cutlass import BFloat16
+    from cutlass.cutlass_dsl.cutlass import CutlassBaseDSL
+
+    from fa_cute.device import mma_sm90
+    from fa_cute.device.recorder import Traced
+
+    found = {}
+
+    def describe() -> None:
+        for width in WIDTHS:
+            mma = mma_sm90.make_mma(BFloat16, 2, width, p_times_v=True)
+            for name in "AC":
+                layout = getattr(mma, f"tv_layout_{name}")
+                found[name, width] = layout.shape, layout.stride
+
+    @cute.jit
+    def host():
+        describe()
+
+    stop = mock.Mock(side_effect=Traced)
+    with mock.patch.object(CutlassBaseDSL, "compile_and_cache", stop), pytest.raises(Traced):
+        cute.compile(host, options="--gpu-arch sm_90a", no_jit_engine=True)
+    return found
+
+
+def _offsets(shape: Any, stride: Any) -> list[int]:
+    """What a mode of a layout maps 0, 1, ... to: the first of its parts is the fastest."""
+    if isinstance(shape, int):
+        return [stride * i for i in range(shape)]
+    parts = [_offsets(*part) for part in zip(shape, stride, strict=True)]
+    return [sum(reversed(at)) for at in itertools.product(*reversed(parts))]
+
+
+def _coordinates(layout: tuple, thread: int) -> list[tuple[int, int]]:
+    """(row, column) of each value of a thread, in order."""
+    (threads, values), (by_thread, by_value) = layout
+    start = _offsets(threads, by_thread)[thread]
+    return [((start + v) % ROWS, (start + v) // ROWS) for v in _offsets(values, by_value)]
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_an_accumulator_is_where_the_kernels_think(layouts: Any, width: int) -> None:
+    from fa_cute.device.mma_sm90 import fragment
+
+    own = fragment(width)
+    seen: Counter = Counter()
+    for thread in range(THREADS):
+        held = _coordinates(layouts["C", width], thread)
+        # rows_and_columns: value 4 (c // 2) + 2 r + c % 2 is row r of column c.
+        expected = {
+            4 * (c // 2) + 2 * r + c % 2: (
+                own.first_row(thread) + own.rows[r],
+                own.first_column(thread) + own.column(c),
+            )
+            for r in range(2)
+            for c in range(own.columns)
+        }
+        assert held == [expected[v] for v in range(len(held))]
+        seen.update(held)
+    assert seen == Counter(itertools.product(range(ROWS), range(width)))
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_p_is_an_operand_without_movement(layouts: Any, width: int) -> None:
+    """Value v of the k16 step j of operand A is value 8 j + v of the accumulator of S."""
+    for thread in range(THREADS):
+        held = _coordinates(layouts["C", width], thread)
+        step = _coordinates(layouts["A", width], thread)
+        operand = [(row, 16 * j + k) for j in range(width // 16) for row, k in step]
+        assert operand == held
+
+
+def _bounds() -> Iterator[Bounds]:
+    for lengths in ((64, 64), (100, 37), (40, 130)):
+        for left, right in itertools.product((None, 0, 9), (None, 0, 5)):
+            yield Bounds(*lengths, left, right)
+
+
+def _sees(bounds: Bounds, q: int, kv: int) -> bool:
+    diagonal = q + bounds.seqlen_k - bounds.seqlen_q
+    left = bounds.left is None or kv >= diagonal - bounds.left
+    return left and (bounds.right is None or kv <= diagonal + bounds.right)
+
+
+def _inside(column: int, low: int | None, high: int) -> bool:
+    return column < high and (low is None or column >= low)
+
+
+@pytest.fixture
+def plain_select(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The compiler's select on Python's numbers."""
+    from fa_cute.device import mask, rows
+
+    for module in (mask, rows):
+        monkeypatch.setattr(module.cutlass, "select_", lambda c, a, b: a if c else b)
+    monkeypatch.setattr(mask, "Int32", int)
+
+
+def test_limits_hide_what_a_row_does_not_see(plain_select: None) -> None:
+    """Hopper's two rows a thread (also with keys as rows), Blackwell's one: every element."""
+    from fa_cute.device import mask, rows
+    from fa_cute.device.mma_sm90 import fragment
+
+    own, first = fragment(64), 32  # the block's first column
+    for bounds in _bounds():
+        for thread in range(THREADS):
+            row, quad = own.first_row(thread), own.first_column(thread)
+            queries = mask.limits(bounds, row, quad)
+            keys = mask.limits_of_keys(bounds, row, quad)
+            for r, c in itertools.product(range(2), range(own.columns)):
+                at, column = row + own.rows[r], quad + own.column(c) + first
+                for limit, seen in (
+                    (queries, column < bounds.seqlen_k and _sees(bounds, at, column)),
+                    (
+                        keys,
+                        at < bounds.seqlen_k
+                        and column < bounds.seqlen_q
+                        and _sees(bounds, column, at),
+                    ),
+                ):
+                    low = None if limit.low is None else limit.low[r]
+                    assert _inside(column - quad, low, limit.high[r]) == seen
+            single = rows.limit_of(bounds, thread)
+            for column in range(first, first + 64):
+                seen = column < bounds.seqlen_k and _sees(bounds, thread, column)
+                assert _inside(column, single.low, single.high) == seen
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_tensor_memory_is_moved_column_by_column_once(head_dim: int) -> None:
+    """Per block S is read and P written once a column, and P is multiplied as it was written.
+
+    From the record of the kernel: the loads and stores of its softmax, the products of its MMA.
+    """
+    asked = Configuration(head_dim=head_dim, dtype="bfloat16", target="sm_100a")
+    plan = asked.plan()[0]
+    program, _ = recorded(plan)
+    bodies = [run for run in _runs(program.body) if any(_via(op) == "store" for op in run)]
+    softmax = next(run for run in bodies if any(getattr(op, "ring", "") == "p" for op in run))
+    s, p = (_columns(softmax, via) for via in ("load", "store"))
+    assert s == Counter(range(plan.config.tile_n))
+    assert p == Counter(range(plan.config.tile_n // 2))
+    multiplied: Counter = Counter()
+    issue = next(run for run in _runs(program.body) if any(_takes_p(op) for op in run))
+    copy = None
+    for op in issue:
+        copy = op.copy if isinstance(op, protocol.Wait) and op.ring in ("p", "tail") else copy
+        if isinstance(op, protocol.Product) and op.reads[0].space == "tensor" and copy == 0:
+            multiplied.update(_spread(op.reads[0]))
+    assert multiplied == p
+
+
+def _takes_p(op: Any) -> bool:
+    return isinstance(op, protocol.Wait) and (op.ring, op.side) == ("p", "take")
+
+
+def _via(op: Any) -> str:
+    return op.via if isinstance(op, protocol.Touch) else ""
+
+
+def _runs(items: tuple) -> Iterator[tuple]:
+    yield items
+    for item in items:
+        if isinstance(item, protocol.Loop):
+            yield from _runs(item.body)
+        elif isinstance(item, protocol.Branch):
+            yield from _runs(item.then)
+            yield from _runs(item.other)
+
+
+def _columns(run: tuple, via: str) -> Counter:
+    """Columns moved by a warpgroup before its run takes S again."""
+    found: Counter = Counter()
+    taken = 0
+    for op in run:
+        taken += isinstance(op, protocol.Wait) and (op.ring, op.side) == ("s", "take")
+        if _via(op) == via and taken == 1:
+            found.update(_spread(op.range))
+    return found
+
+
+def _spread(part: protocol.Range) -> range:
+    """The columns of a range, for the first tile and the first of S's slots."""
+    begin = _value(part.begin)
+    return range(begin, begin + part.size)
+
+
+def _value(e: Any) -> int:
+    if isinstance(e, int):
+        return e
+    if e[0] == "tid":
+        return THREADS  # of the first softmax warpgroup
+    return 0 if e[0] == "slot" else protocol.OPERATORS[e[0]](_value(e[1]), _value(e[2]))
