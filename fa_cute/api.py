@@ -92,10 +92,9 @@ def attention(
     if score_mod is not None or mask_mod is not None:
         mods = Mods.of(score_mod, as_mask_mod(mask_mod, q, k))
     options = Options(causal, window, scale, return_lse, deterministic)
-    known = isinstance(q, torch.Tensor) and q.device.type in ("cpu", "cuda")
-    if known and torch.is_autocast_enabled(q.device.type):
-        q, k, v = autocast((q, k, v))
     if isinstance(q, torch.Tensor) and q.is_cuda:
+        if torch.is_autocast_enabled("cuda"):
+            q, k, v = autocast((q, k, v))
         result, lse = on_cuda((q, k, v), mods, options, out, sinks)
     else:
         result, lse = _on_cpu((q, k, v), mods, options, out, sinks)
@@ -127,7 +126,10 @@ def _on_cpu(
 
 
 def autocast(qkv: Inputs) -> Inputs:
-    """q, k and v as torch's own attention gets them in an autocast region: in its dtype."""
+    """q, k and v as torch's own attention gets them in an autocast region: in its dtype.
+
+    For the kernels, which take no fp32; the CPU path keeps the precision of its inputs.
+    """
     dtype = torch.get_autocast_dtype(qkv[0].device.type)
     return tuple(
         x.to(dtype) if isinstance(x, torch.Tensor) and x.dtype in AUTOCAST_FROM else x for x in qkv

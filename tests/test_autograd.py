@@ -235,9 +235,9 @@ def test_an_empty_problem_has_gradients() -> None:
 def test_autocast_converts_as_torch_does() -> None:
     q = torch.rand(1, 3, 2, 16, requires_grad=True)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        out = fa_cute.attention(q, q, q)
-        assert out.dtype == torch.bfloat16
-    out.float().sum().backward()
+        low, _, indices = api.autocast((q, q, torch.arange(3)))
+    assert low.dtype == torch.bfloat16 and indices.dtype == torch.int64
+    fa_cute.attention(low, low, low).float().sum().backward()
     assert q.grad.dtype == torch.float32 and q.grad.abs().sum() > 0
 
 
