@@ -212,10 +212,9 @@ def on_gpu(
             q = q * sign
         if not ready or (q.data_ptr() | k.data_ptr() | v.data_ptr()) % ALIGNMENT:
             q, k, v = kernel_ready(q), kernel_ready(k), kernel_ready(v)
-        scratch = None
-        if is_hosted(kernel.plan.target):
-            scratch = tensor_memory(q.device, launch.sm_count)
-        launch = Launch(*launch[:4], counter(q.device), scratch)
+        if launch.scratch is not None:
+            launch.scratch.fill_(math.nan)  # a test device: what is read before it is written shows
+        launch = Launch(*launch[:4], counter(q.device), launch.scratch)
         extra = _extra(mods, sinks)
         if mods.blocks is not None and kernel.plan.block_lists:
             lists = mods.blocks.lists_for(problem.batch, problem.heads_q)
@@ -261,6 +260,8 @@ def _prepare(qkv: Inputs, mods: Mods, options: Options, sinks: torch.Tensor | No
     sign, scale = positive_scale(problem.scale)
     left, right = (0 if bound is None else bound for bound in problem.window)
     launch = Launch(scale, left, right, sm_count(problem.device), None)
+    if is_hosted(plan.target):
+        launch = launch._replace(scratch=tensor_memory(problem.device, launch.sm_count))
     ready = all(kernel_ready(tensor) is tensor for tensor in qkv)
     return Prepared(problem, compiled(plan), launch, ready, sign)
 

@@ -27,5 +27,8 @@ def counter(device: torch.device) -> torch.Tensor:
 
 
 def tensor_memory(device: torch.device, sm_count: int) -> torch.Tensor:
-    """What stands in for tensor memory under a hosted target: 128 lanes x 512 columns a CTA."""
-    return torch.full((sm_count * 128 * 512,), torch.nan, device=device)
+    """What stands in for tensor memory under a hosted target: 128 lanes x 512 columns a CTA.
+
+    One a prepared call, so that calls of one kind must not run on two streams at the same time.
+    """
+    return torch.empty(sm_count * 128 * 512, device=device)
