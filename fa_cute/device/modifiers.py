@@ -1,5 +1,5 @@
-"""The mods of a backward, entered level by level: the score_mod with its derivative, the mask_mod,
-and what gathers the gradients of captured tensors.
+"""The mods of a kernel, entered level by level: score_mod and mask_mod; in a backward the score_mod
+has its derivative with it, and a collector gathers the gradients of captured tensors.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class Mods(NamedTuple):
 
     score: Any
     mask: Any
-    collector: gradient.Collector | None
+    collector: gradient.Collector | None = None
 
 
 def of(

@@ -113,15 +113,20 @@ class Topology:
         return cute.struct(type("SharedStorage", (), {"__annotations__": fields}))
 
     def initialise(self, storage: Any) -> None:
-        """Set the arrival counts; one thread calls it, before the CTA's first barrier."""
-        for ring in self.rings:
-            consumers = ring.freed and (ring.empties or 4 * self.role(ring.consumer).warpgroups)
-            for copy in range(ring.copies or 1):
-                full, empty = self._barriers(ring, storage, copy)
-                for stage in range(ring.stages):
-                    cute.arch.mbarrier_init(full + stage, ring.fills)
-                    if ring.freed:
-                        cute.arch.mbarrier_init(empty + stage, consumers)
+        """Set the arrival counts; one warp calls it, before the CTA's first barrier."""
+        with cute.arch.elect_one():
+            for ring in self.rings:
+                self._initialise(ring, storage)
+        cute.arch.mbarrier_init_fence()
+
+    def _initialise(self, ring: RingSpec, storage: Any) -> None:
+        consumers = ring.freed and (ring.empties or 4 * self.role(ring.consumer).warpgroups)
+        for copy in range(ring.copies or 1):
+            full, empty = self._barriers(ring, storage, copy)
+            for stage in range(ring.stages):
+                cute.arch.mbarrier_init(full + stage, ring.fills)
+                if ring.freed:
+                    cute.arch.mbarrier_init(empty + stage, consumers)
 
     def rings_of(self, side: str, storage: Any) -> Any:
         """A NamedTuple of every ring, seen from ``side``: "producer" or "consumer"."""

@@ -40,6 +40,7 @@ from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import cpasync, warpgroup
 
 from fa_cute.device import epilogue, mask, mma_sm90, modifiers, score, softmax, turns, vectors
+from fa_cute.device.bounds import bounds_of
 from fa_cute.device.modifiers import Mods
 from fa_cute.device.operand import Reuse, TmaOperand, loader, row_loader, tma_operand
 from fa_cute.device.scheduler import Place, Tiles, section_of
@@ -196,8 +197,6 @@ class BwdSm90:
                 (io.k, io.v, io.q, io.dout), layouts, sizes, strict=False
             )
         )
-        right = Int32(0) if plan.causal else launch.window_right if plan.window[1] else None
-        left = launch.window_left if plan.window[0] else None
         operands = Operands(
             k=k,
             v=v,
@@ -207,7 +206,7 @@ class BwdSm90:
             **self.products(),
             layouts=layouts,
             tiles=self.number(io),
-            bounds=Bounds(io.q.shape[1], io.k.shape[1], left, right),
+            bounds=bounds_of(plan, (io.q.shape[1], io.k.shape[1]), launch),
             scale=launch.scale,
             extra=extra,
         )
@@ -258,9 +257,7 @@ class BwdSm90:
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         storage, buffers = self.allocate(x)
         if warp == 0:
-            with cute.arch.elect_one():
-                self.topology.initialise(storage)
-            cute.arch.mbarrier_init_fence()
+            self.topology.initialise(storage)
         cute.arch.sync_threads()
         place = self.place(x)
         if warp < 4:

@@ -31,10 +31,12 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import cpasync
 
-from fa_cute.device import emit, mma_sm100, rows, score, tmem
+from fa_cute.device import emit, mma_sm100, modifiers, rows, score, tmem
 from fa_cute.device import softmax_sm100 as softmax
+from fa_cute.device.bounds import bounds_of
 from fa_cute.device.fragment import one_row
 from fa_cute.device.lower import schedule
+from fa_cute.device.modifiers import Mods
 from fa_cute.device.operand import Reuse, TmaOperand, loader, tma_operand
 from fa_cute.device.packed import Pairs
 from fa_cute.device.scheduler import Place, Tiles, draw, section_of
@@ -110,13 +112,6 @@ class Buffers(NamedTuple):
     next: cute.Tensor
     stat: cute.Tensor
     scratch: Any
-
-
-class Mods(NamedTuple):
-    """score_mod and mask_mod, entered as far as the holder's name says; None: there is none."""
-
-    score: Any
-    mask: Any
 
 
 @dataclass(frozen=True)
@@ -205,7 +200,7 @@ class FwdSm100:
             scratch=launch.scratch,
             layouts=layouts,
             tiles=self.number(io),
-            bounds=self.bounds(io, launch),
+            bounds=bounds_of(plan, (io.q.shape[1], io.k.shape[1]), launch),
             scale=launch.scale,
             extra=extra,
         )
@@ -223,21 +218,12 @@ class FwdSm100:
         section = section_of(head_bytes, self.plan.gqa_ratio)
         return Tiles.of(cute.ceil_div(seqlen_q, self.config.tile_m), heads, batch, section)
 
-    def bounds(self, io: Io, launch: Launch) -> Bounds:
-        """Lengths, and the bounds that the plan has."""
-        has_left, has_right = self.plan.window
-        right = Int32(0) if self.plan.causal else launch.window_right if has_right else None
-        left = launch.window_left if has_left else None
-        return Bounds(io.q.shape[1], io.k.shape[1], left, right)
-
     @cute.kernel
     def kernel(self, x: Operands):
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         storage, buffers = self.allocate(x)
         if warp == 0:
-            with cute.arch.elect_one():
-                self.topology.initialise(storage)
-            cute.arch.mbarrier_init_fence()
+            self.topology.initialise(storage)
         if warp == 1:
             self.memory.allocate(storage.tmem.data_ptr())
         cute.arch.sync_threads()
@@ -435,7 +421,7 @@ class FwdSm100:
             if spans.begin < spans.end:
                 first = place.block * self.config.tile_m + t * mma_sm100.ROWS
                 limit = rows.limit_of(x.bounds, first + thread)
-                own = Mods(*(self.enter(mod, place, first) for mod in mods))
+                own = modifiers.enter(mods, (place.batch, place.head), first)
                 body = Sweep(x, memory, stat, softmax.Row(), limit, own, column)
                 rings = self.attend(body, rings, spans)
             with rings.next.drain() as following:
@@ -443,24 +429,10 @@ class FwdSm100:
 
     def modifiers(self, x: Operands, buffers: Buffers, t: Int32) -> Mods:
         """The plan's mods for softmax warpgroup ``t``, with its part of the scratch."""
-        plan, extra = self.plan, x.extra or Extra()
-        graphs = (plan.score_mod, plan.mask_mod)
-        mods, begin = [], t * sum(self.scratch_words)
-        given = score.deal(graphs, extra.captured, extra.scalars)
-        for graph, operands, words in zip(graphs, given, self.scratch_words, strict=True):
-            scratch = score.Scratch(buffers.scratch + begin, SCRATCH + t) if words else None
-            mods.append(
-                graph
-                and score.Modifier.of(
-                    graph, operands, scale=x.scale, fragment=self.fragment, scratch=scratch
-                )
-            )
-            begin = begin + words
-        return Mods(*mods)
-
-    def enter(self, mod: Any, place: Place, row: Int32) -> Any:
-        """A mod with what depends on the tile and its rows computed; ``row`` is the first."""
-        return mod and mod.tile(place.batch, place.head).rows(row)
+        graphs, words, scratch = (self.plan.score_mod, self.plan.mask_mod), self.scratch_words, None
+        if sum(words):
+            scratch = score.Scratch(buffers.scratch + t * sum(words), SCRATCH + t)
+        return modifiers.of(graphs, x.extra or Extra(), x.scale, self.fragment, scratch)
 
     @cute.jit
     def attend(self, body: Sweep, rings, spans: KvSpans):
@@ -485,7 +457,7 @@ class FwdSm100:
     def block(self, body: Sweep, rings, block: Int32, kind: tuple[bool, bool]) -> Any:
         """S of one block becomes P in its place; ``kind``: (is an edge, is the tile's first)."""
         (edge, first), memory, c = kind, body.memory, self.config
-        mods = Mods(*(mod and mod.block(block * c.tile_n) for mod in body.mods))
+        mods = modifiers.enter_block(body.mods, block * c.tile_n)
         slot = rings.s.take()
         memory.entered()
         column = body.column + slot.index * c.tile_n

@@ -27,7 +27,9 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import cpasync, warpgroup
 
-from fa_cute.device import epilogue, mask, mma_sm90, packing, score, softmax
+from fa_cute.device import epilogue, mask, mma_sm90, modifiers, packing, score, softmax
+from fa_cute.device.bounds import bounds_of
+from fa_cute.device.modifiers import Mods
 from fa_cute.device.operand import Reuse, TmaOperand, loader, tma_operand
 from fa_cute.device.ring import Turns
 from fa_cute.device.scheduler import Place, Tiles, draw, section_of
@@ -102,13 +104,6 @@ class Operands:
     extra: Extra | None
 
 
-class Mods(NamedTuple):
-    """score_mod and mask_mod, entered as far as the holder's name says; None: there is none."""
-
-    score: Any
-    mask: Any
-
-
 class Work(NamedTuple):
     """A consumer's share of a tile: the tile, its warpgroup, its thread of 128, its first row.
 
@@ -166,7 +161,7 @@ class FwdSm90:
     @cute.jit
     def __call__(self, io: Io, extra: Extra, launch: Launch, stream):
         plan, c = self.plan, self.config
-        bounds = self.bounds(io, launch)
+        bounds = bounds_of(plan, (io.q.shape[1], io.k.shape[1]), launch)
         if const_expr(c.packed):
             io = packing.packed(io, plan.gqa_ratio)
         layouts = (
@@ -217,21 +212,12 @@ class FwdSm90:
             section = heads * batch
         return Tiles.of(cute.ceil_div(rows, self.config.tile_m), heads, batch, section)
 
-    def bounds(self, io: Io, launch: Launch) -> Bounds:
-        """Lengths, and the bounds that the plan has."""
-        has_left, has_right = self.plan.window
-        right = Int32(0) if self.plan.causal else launch.window_right if has_right else None
-        left = launch.window_left if has_left else None
-        return Bounds(io.q.shape[1], io.k.shape[1], left, right)
-
     @cute.kernel
     def kernel(self, x: Operands):
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         storage, buffers = self.allocate(x)
         if warp == 0:
-            with cute.arch.elect_one():
-                self.topology.initialise(storage)
-            cute.arch.mbarrier_init_fence()
+            self.topology.initialise(storage)
         cute.arch.sync_threads()
         if warp < 4:
             cute.arch.setmaxregister_decrease(self.topology.role("load").registers)
@@ -367,7 +353,7 @@ class FwdSm90:
             sink = x.extra.sinks[place.head] if const_expr(self.plan.sinks) else None
             work = Work(place, group, thread, row + mma_sm90.row_of(thread), sink)
             if count > 0:
-                rows = Mods(*(self.enter(mod, place, row) for mod in mods))
+                rows = modifiers.enter(mods, (place.batch, place.head), row)
                 rings = self.attend(x, rings, buffers, (work, rows), walk)
             else:
                 o = cute.make_rmem_tensor(self.plan.width_v // 2, Float32)
@@ -380,30 +366,15 @@ class FwdSm90:
 
     def modifiers(self, x: Operands, buffers: Buffers, group: Int32) -> Mods:
         """The plan's mods for this warpgroup, with its part of the scratch and its own barrier."""
-        plan, extra = self.plan, x.extra or Extra()
-        graphs = (plan.score_mod, plan.mask_mod)
-        mods, begin = [], group * sum(self.scratch_words)
-        given = score.deal(graphs, extra.captured, extra.scalars)
-        for graph, operands, words in zip(graphs, given, self.scratch_words, strict=True):
-            scratch = None
-            if words:
-                scratch = score.Scratch(buffers.scratch + begin, self.own_barrier(group))
-            mods.append(
-                graph
-                and score.Modifier.of(
-                    graph, operands, scale=x.scale, fragment=self.fragment, scratch=scratch
-                )
-            )
-            begin = begin + words
-        return Mods(*mods)
+        graphs, words, scratch = (self.plan.score_mod, self.plan.mask_mod), self.scratch_words, None
+        if sum(words):
+            own = buffers.scratch + group * sum(words)
+            scratch = score.Scratch(own, self.own_barrier(group))
+        return modifiers.of(graphs, x.extra or Extra(), x.scale, self.fragment, scratch)
 
     def own_barrier(self, group: Int32) -> Int32:
         """The named barrier of a consumer warpgroup's 128 threads."""
         return TURNS + self.config.consumers + group
-
-    def enter(self, mod: Any, place: Place, row: Int32) -> Any:
-        """A mod with what depends on the tile and its rows computed; ``row`` is the first."""
-        return mod and mod.tile(place.batch, place.head).rows(row)
 
     @cute.jit
     def attend(self, x: Operands, rings, buffers: Buffers, share: tuple, walk: Any):
@@ -498,8 +469,7 @@ class FwdSm90:
 
     def enter_block(self, mods: Mods, block: Int32) -> Mods:
         """The mods with what depends on a KV block's columns computed, while S is multiplied."""
-        first = block * self.config.tile_n
-        return Mods(*(rows and rows.block(first) for rows in mods))
+        return modifiers.enter_block(mods, block * self.config.tile_n)
 
     def modify(self, body: Sweep, blocks: Mods, s: cute.Tensor, block: Int32, edge: bool) -> None:
         """score_mod, then the bounds where the block is an edge, then mask_mod, on S in place."""
@@ -515,7 +485,7 @@ class FwdSm90:
     def restrict(self, body: Sweep, s: cute.Tensor, visit: Visit):
         """The bounds and mask_mod on S in place, unless the block is whole."""
         if visit.whole == 0:
-            mods = Mods(None, body.mods.mask)
+            mods = body.mods._replace(score=None)
             cut = const_expr(self.plan.causal or any(self.plan.window))
             self.modify(body, self.enter_block(mods, visit.block), s, visit.block, cut)
 

@@ -18,6 +18,8 @@ import torch.nn.functional as F
 
 import fa_cute
 
+from .judging import drawn
+
 DEVICE = torch.device("cuda")
 NAMES = ("dq", "dk", "dv")
 
@@ -53,14 +55,7 @@ def tensors(case: Case) -> Tensors:
     generator = torch.Generator(DEVICE).manual_seed(1000 * case.lengths[0] + case.lengths[1])
 
     def draw(length: int, heads: int, width: int, kind: str) -> torch.Tensor:
-        shape = (case.batch, length, heads, width)
-        if kind == "constant":
-            return torch.full(shape, 0.75, device=DEVICE, dtype=case.dtype)
-        x = torch.randn(shape, generator=generator, device=DEVICE)
-        if kind == "outliers":
-            far = torch.rand(shape, generator=generator, device=DEVICE) < 0.01
-            x = torch.where(far, 20 * x, x)
-        return x.to(case.dtype)
+        return drawn(generator, (case.batch, length, heads, width), kind, case.dtype)
 
     (seqlen_q, seqlen_k), (d, dv), (hq, hk) = case.lengths, case.dims, case.heads
     q, k = draw(seqlen_q, hq, d, case.kind), draw(seqlen_k, hk, d, case.kind)

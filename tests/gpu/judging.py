@@ -38,6 +38,19 @@ class Inputs(NamedTuple):
         return Shape(self.q.shape[0], self.q.shape[2], self.q.shape[1], self.k.shape[1])
 
 
+def drawn(
+    generator: torch.Generator, shape: tuple[int, ...], kind: str, dtype: torch.dtype
+) -> torch.Tensor:
+    """A tensor where the generator is; ``kind`` is one of ``KINDS``."""
+    if kind == "constant":
+        return torch.full(shape, 0.75, device=generator.device, dtype=dtype)
+    x = torch.randn(shape, generator=generator, device=generator.device)
+    if kind == "outliers":
+        far = torch.rand(shape, generator=generator, device=generator.device) < 0.01
+        x = torch.where(far, 20 * x, x)
+    return x.to(dtype)
+
+
 def inputs(
     configuration: Configuration,
     lengths: tuple[int, int],
@@ -50,14 +63,7 @@ def inputs(
     generator = torch.Generator(DEVICE).manual_seed(1000 * lengths[0] + lengths[1])
 
     def draw(length: int, heads: int, width: int = configuration.head_dim) -> torch.Tensor:
-        shape = (batch, length, heads, width)
-        if kind == "constant":
-            return torch.full(shape, 0.75, device=DEVICE, dtype=configuration.torch_dtype)
-        x = torch.randn(shape, generator=generator, device=DEVICE)
-        if kind == "outliers":
-            far = torch.rand(shape, generator=generator, device=DEVICE) < 0.01
-            x = torch.where(far, 20 * x, x)
-        return x.to(configuration.torch_dtype)
+        return drawn(generator, (batch, length, heads, width), kind, configuration.torch_dtype)
 
     heads_q = heads_k * configuration.ratio
     q, k = draw(lengths[0], heads_q), draw(lengths[1], heads_k)
