@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 
+import fa_cute
 from fa_cute.device.lower import lower
 from fa_cute.mods.derivative import differentiable, differentiate
 from fa_cute.mods.derived import contributions, factor, tame
@@ -146,6 +147,20 @@ def test_saturated_functions_give_nothing() -> None:
         trace_score_mod(lambda s, b, h, q, kv: torch.tanh(s) + s.clamp(-1, 1)), place
     )
     assert (found == 0).all()
+
+
+def test_a_floor_division_is_a_step_on_the_cpu_path_too() -> None:
+    generator = torch.Generator().manual_seed(5)
+    q, k, v = (torch.randn(1, 7, 2, 8, generator=generator).requires_grad_() for _ in range(3))
+    out = fa_cute.attention(q, k, v, score_mod=lambda s, b, h, q, kv: s + 0.1 * (s // 0.75))
+    found = torch.autograd.grad(out.square().sum(), (q, k, v))
+    scores = torch.einsum("bqhd,bkhd->bhqk", q, k).detach() / 8**0.5
+    steps = 0.1 * (scores // 0.75)
+    right = fa_cute.attention(q, k, v, score_mod=lambda s, b, h, q, kv: s + steps[0, h, q, kv])
+    want = torch.autograd.grad(right.square().sum(), (q, k, v))
+    for x, y in zip(found, want, strict=True):
+        torch.testing.assert_close(x, y)
+        assert x.abs().sum() > 0
 
 
 @settings(QUICK, max_examples=60)

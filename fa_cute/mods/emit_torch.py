@@ -22,11 +22,22 @@ _INTEGERS = frozenset(
 _WIDE_FLOATS = (torch.float32, torch.float64)
 _DTYPES = {"bool": torch.bool, "int32": torch.int32, "float32": torch.float32}
 
+
+def _constant(x: Tensor | Number) -> Tensor | Number:
+    return x.detach() if isinstance(x, Tensor) else x
+
+
+def _floordiv(x: Tensor | Number, y: Tensor | Number) -> Tensor | Number:
+    """``x // y`` with the gradient of a step, 0, as in the kernels: torch's has none and raises."""
+    return _constant(x) // _constant(y)
+
+
 _FUNCTIONS: dict[str, Callable] = {
+    "floordiv": _floordiv,
     **{name: getattr(torch, name) for name in ("neg", "abs", "sign", "exp", "exp2", "log", "sqrt")},
     **{name: getattr(torch, name) for name in ("rsqrt", "tanh", "sigmoid", "sin", "cos", "erf")},
     **{name: getattr(torch, name) for name in ("floor", "ceil", "round", "trunc")},
-    **{name: getattr(operator, name) for name in ("add", "sub", "mul", "truediv", "floordiv")},
+    **{name: getattr(operator, name) for name in ("add", "sub", "mul", "truediv")},
     **{name: getattr(operator, name) for name in ("mod", "pow", "lt", "le", "eq", "ne")},
     "and": operator.and_,
     "or": operator.or_,
