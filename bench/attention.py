@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import subprocess
 import sys
 import time
 from typing import Any
@@ -21,6 +20,7 @@ import torch
 from bench import peers
 from bench.cases import INPUTS, Case, Inputs
 from bench.device import Meter, facts, smi
+from bench.priming import dealt, prime
 from bench.results import Report, table
 from bench.selection import parser, selection
 from bench.timing import Candidate, Effort, Stopwatch
@@ -40,7 +40,7 @@ def main(argv: list[str] | None = None) -> int:
     if arguments.share:
         return _prime_share(chosen, arguments)
     if arguments.prime:
-        _prime(arguments.prime, sys.argv[1:] if argv is None else argv)
+        prime("bench.attention", arguments.prime, sys.argv[1:] if argv is None else argv)
     with torch.no_grad():
         rows = run(chosen, arguments)
     ours = [row for row in rows if row["peer"] == "ours"]
@@ -175,20 +175,8 @@ def _ceiling(stopwatch: Stopwatch) -> float:
     return 2 * 8192**3 / figures["cublas"].device_ms / 1e9
 
 
-def _prime(processes: int, argv: list[str]) -> None:
-    begin = time.perf_counter()
-    command = [sys.executable, "-m", "bench.attention", *argv]
-    shares = [[f"--share={i}/{processes}", "--prime=0"] for i in range(processes)]
-    silent = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    children = [subprocess.Popen([*command, *share], **silent) for share in shares]
-    for child in children:
-        child.wait()
-    print(f"primed the peers' caches in {time.perf_counter() - begin:.0f} s", flush=True)
-
-
 def _prime_share(chosen: list[Case], arguments: argparse.Namespace) -> int:
     """Call every n-th of the peers' cases that compile something, each once."""
-    index, count = map(int, arguments.share.split("/"))
     jobs = [("flex", case) for case in chosen if "flex" in arguments.peers]
     if "fa4" in arguments.peers:
         # FA4's kernel does not depend on the length: one case of each kernel is enough.
@@ -197,7 +185,7 @@ def _prime_share(chosen: list[Case], arguments: argparse.Namespace) -> int:
         }
         jobs += [("fa4", case) for case in kernels.values()]
     with torch.no_grad():
-        for name, case in jobs[index::count]:
+        for name, case in dealt(jobs, arguments.share):
             try:
                 peers.build(name, case, case.tensors())
             except peers.Absent as reason:

@@ -1,9 +1,13 @@
-"""Speed of the gradient beside its peers: ``python -m bench.backward``, with ``bench.attention``'s
-flags.
+"""Speed of the gradient beside its peers: ``python -m bench.backward``.
 
 Two rows a case and peer: the backward alone (of one forward, over and over) and forward + backward.
-TFLOP/s count 2.5 and 3.5 times the forward's operations. The variant ``t5`` learns its table where
-the peer can (ours, Flex); ALiBi's slopes are fixed. Peak memory is that of forward + backward.
+TFLOP/s count 2.5 and 3.5 times the forward's operations. The peer ``deterministic`` is ours with
+that flag. The variant ``t5`` learns its table where the peer can (ours, Flex); ALiBi's slopes are
+fixed. Peak memory is that of forward + backward.
+
+Compiling takes minutes: ``--prime N`` does it first with N processes, ``--compile-only --prime N``
+does nothing else, so that a later run with the same flags measures at once. Rows are written as
+they come.
 """
 
 from __future__ import annotations
@@ -11,7 +15,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -19,11 +23,13 @@ import torch
 from bench import peers
 from bench.cases import INPUTS, Case, Inputs
 from bench.device import Meter, facts, smi
+from bench.priming import dealt, prime
 from bench.results import Report, table
-from bench.selection import parser, selection
+from bench.selection import BACKWARD, parser, selection
 from bench.timing import Candidate, Effort, Stopwatch
 
 FACTORS = {"backward": 2.5, "both": 3.5}
+OWN = ("ours", "deterministic")
 # An error of dq or dk that passes, in roundings of the largest element (the forward allows 2 to 8).
 ROUNDINGS = 16.0
 
@@ -33,6 +39,12 @@ class Trained(Case):
     """A case whose mod is made once, so that its learned tensors can be told."""
 
     made: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
+
+    @staticmethod
+    def of(case: Case, **changed: Any) -> Trained:
+        """The case, with some fields ``changed``."""
+        fields = {name: getattr(case, name) for name in Case.__dataclass_fields__}
+        return Trained(**fields | changed)
 
     def arguments(self, device: torch.device | str = "cuda") -> dict[str, Any]:
         """As of ``Case``; the T5 table requires a gradient."""
@@ -54,20 +66,45 @@ def learned(arguments: dict[str, Any]) -> list[torch.Tensor]:
 
 def main(argv: list[str] | None = None) -> int:
     """Run the benchmark; the exit status is 1 if ours failed or was wrong."""
-    arguments = parser().parse_args(argv)
+    arguments = parser(BACKWARD).parse_args(argv)
     os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
+    chosen = selection(arguments)
+    if arguments.share:
+        return compile_share(chosen, arguments.peers, arguments.share)
+    if arguments.prime:
+        prime("bench.backward", arguments.prime, sys.argv[1:] if argv is None else argv)
+    if arguments.compile_only:
+        return 0
     effort = Effort(arguments.rounds, arguments.batch_ms, arguments.energy, arguments.cold)
     stopwatch = Stopwatch(effort, Meter())
     report = Report("backward", facts() | {"inputs": INPUTS}, arguments.out)
-    for case in selection(arguments):
-        trained = Trained(**{name: getattr(case, name) for name in case.__dataclass_fields__})
-        report.rows += measure(trained, arguments.peers, stopwatch)
+    for case in chosen:
+        report.rows += measure(Trained.of(case), arguments.peers, stopwatch)
         report.save()
     report.head["after"] = smi()
     report.save()
     print(f"\n{report.head['device']}; TFLOP/s; in {report.path}\n")
     print(summary(report.rows, arguments.peers))
-    return int(any(bad(row) for row in report.rows if row["peer"] == "ours"))
+    return int(any(bad(row) for row in report.rows if row["peer"] in OWN))
+
+
+def compile_share(chosen: list[Case], names: list[str], share: str) -> int:
+    """Call some of the cases of peers that compile, each once, both passes; small where lengths do
+    not matter to the kernel."""
+    jobs: dict[tuple[str, Case], None] = {}
+    for name in ("flex", *OWN, "fa4"):
+        for case in chosen if name in names else ():
+            jobs[name, case if name == "flex" else replace(case, seqlen=512, batch=1)] = None
+    for name, case in dealt(list(jobs), share):
+        trained = Trained.of(case)
+        inputs = Inputs(*(x.requires_grad_() for x in trained.tensors()))
+        try:
+            passes(name, trained, inputs, torch.ones_like(inputs.q[..., : case.dim_v]))[
+                "backward"
+            ].call()
+        except Exception as reason:
+            print(f"{name} {case.name}: {reason}", file=sys.stderr)
+    return 0
 
 
 def bad(row: dict[str, Any]) -> bool:
@@ -112,7 +149,9 @@ def measure(case: Trained, names: list[str], stopwatch: Stopwatch) -> list[dict[
 
 def passes(name: str, case: Trained, x: Inputs, dout: torch.Tensor) -> dict[str, Candidate]:
     """The candidates of a peer; each gives (dq, dk, dv, ...)."""
-    forward = peers.build(name, case, x)
+    if name == "deterministic":
+        case = replace(case, made=case.arguments() | {"deterministic": True})
+    forward = peers.build("ours" if name in OWN else name, case, x)
     leaves = [*x, *(t for t in learned(case.arguments()) if t.requires_grad and name != "fa4")]
 
     def of(out: Callable[[], torch.Tensor], keep: bool) -> Callable[[], Any]:
@@ -148,26 +187,34 @@ def error(candidate: Candidate, right: list[torch.Tensor]) -> float:
 
 def row(case: Case, peer: str, which: str, bound: float) -> dict[str, Any]:
     """A row before it is measured."""
-    told = {"case": case.name, "peer": peer, "pass": which, "absent": None, "error": None}
-    return told | {"bound": bound, "flops": FACTORS[which] * case.flops}
+    plain = replace(case, variant="plain", window=None)
+    told = {"case": case.name, "plain": plain.name, "peer": peer, "pass": which}
+    return told | {
+        "absent": None,
+        "error": None,
+        "bound": bound,
+        "flops": FACTORS[which] * case.flops,
+    }
 
 
 def summary(rows: list[dict[str, Any]], names: list[str]) -> str:
-    """TFLOP/s a peer, ours as a ratio to the best of them, its error in roundings allowed."""
+    """TFLOP/s a peer; ours as a ratio to the best of them and to ours without mod and window; its
+    error in roundings allowed, and the MiB that a call adds."""
     found: dict[tuple[str, str], dict[str, dict[str, Any]]] = {}
     for one in rows:
         found.setdefault((one["case"], one["pass"]), {})[one["peer"]] = one
     lines = []
     for (case, which), by_peer in found.items():
-        speeds = {peer: one.get("tflops") for peer, one in by_peer.items()}
-        best = max((s for peer, s in speeds.items() if s and peer != "ours"), default=None)
-        ours = by_peer.get("ours", {})
-        cells = [f"{speeds[name]:.0f}" if speeds.get(name) else "-" for name in names]
-        ratio = f"{speeds['ours'] / best:.3f}" if best and speeds.get("ours") else "-"
+        ours, speeds = by_peer.get("ours", {}), {p: r.get("tflops") for p, r in by_peer.items()}
+        mine = speeds.get("ours")
+        best = max((s for peer, s in speeds.items() if s and peer not in OWN), default=None)
+        plain = found.get((ours.get("plain"), which), {}).get("ours", {}).get("tflops")
         wrong = f"{ours['error'] / ours['bound']:.2f}" if ours.get("error") is not None else "-"
         peak = f"{ours['peak_bytes'] / 2**20:.0f}" if ours.get("peak_bytes") else "-"
-        lines.append([f"{case} {which}", *cells, ratio, wrong, peak])
-    header = ["case", *names, "ours/best", "error/bound", "MiB"]
+        cells = [f"{speeds[name]:.0f}" if speeds.get(name) else "-" for name in names]
+        cells += [f"{mine / other:.3f}" if mine and other else "-" for other in (best, plain)]
+        lines.append([f"{case} {which}", *cells, wrong, peak])
+    header = ["case", *names, "ours/best", "of plain", "error/bound", "MiB"]
     reasons = {f"{r['peer']}: {r['absent']}": r["case"] for r in rows if r["absent"]}
     absent = [f"\nabsent  {reason}  ({case})" for reason, case in reasons.items()]
     return table(header, lines) + "".join(absent)

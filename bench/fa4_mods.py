@@ -47,6 +47,11 @@ def _t5(score, b, h, q_idx, kv_idx, seqlen_info, aux_tensors):
     return score + _one(aux_tensors[0][bucket, h[0]])
 
 
+@cute.jit
+def _added(gradient, score, b, h, q_idx, kv_idx, seqlen_info, aux_tensors):
+    return gradient
+
+
 def modifiers(case: Case, device: torch.device) -> dict[str, Any]:
     """FA4's keyword arguments for the case's variant."""
     build: dict[str, Callable[[], dict[str, Any]]] = {
@@ -60,4 +65,6 @@ def modifiers(case: Case, device: torch.device) -> dict[str, Any]:
 
 
 def _captured(mod: Any, tensor: torch.Tensor) -> dict[str, Any]:
-    return {"score_mod": mod, "aux_tensors": [tensor]}
+    """A mod that adds to the score; FA4 wants its derivative written by hand, and none of
+    ``tensor``."""
+    return {"score_mod": mod, "score_mod_bwd": _added, "aux_tensors": [tensor]}

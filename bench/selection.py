@@ -1,37 +1,72 @@
-"""The flags that choose what ``bench.attention`` measures, and the named sets of cases."""
+"""The flags that choose what a benchmark measures, and the named sets of cases."""
 
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from bench.cases import VARIANTS, Case, cases
 from bench.peers import PEERS
 
-PRESETS: dict[str, str] = {
-    "plain": "--dims=64,128 --lengths=1024,4096,8192,16384 --masks=full,causal",
-    "mods": "--dims=128 --masks=full,causal --variants=plain,alibi,softcap,t5",
-    "window": "--dims=128 --lengths=8192,16384 --masks=causal,window",
-    "bias": "--dims=128 --lengths=4096 --variants=plain,bias",
-    "gqa": "--dims=128 --masks=full,causal --ratios=4",
-    "dims": "--dims=96,192,256,192/128 --lengths=1024,4096,8192,16384 --masks=full,causal",
-}
-DEFAULT = [
-    "--dims=128 --lengths=1024,8192 --masks=full,causal",
-    "--dims=64 --masks=full,causal",
-    "--dims=128 --variants=alibi,softcap",
-    "--dims=128 --masks=window",
-]
+PLAIN = "--dims=64,128 --lengths=1024,4096,8192,16384 --masks=full,causal"
+MODS = "--dims=128 --masks=full,causal --variants=plain,alibi,softcap,t5"
+WINDOW = "--dims=128 --lengths=8192,16384 --masks=causal,window"
+GQA = "--dims=128 --masks=full,causal --ratios=4"
 
 
-def parser() -> argparse.ArgumentParser:
-    """All flags of ``bench.attention``."""
-    result = argparse.ArgumentParser(
-        prog="bench.attention", description="Speed of the attention forward beside its peers."
-    )
+class Sets(NamedTuple):
+    """A benchmark's named sets of cases, and the small one of a run without flags."""
+
+    about: str
+    presets: dict[str, str]
+    default: list[str]
+    peers: list[str]
+
+
+FORWARD = Sets(
+    "Speed of the attention forward beside its peers.",
+    {
+        "plain": PLAIN,
+        "mods": MODS,
+        "window": WINDOW,
+        "bias": "--dims=128 --lengths=4096 --variants=plain,bias",
+        "gqa": GQA,
+        "dims": "--dims=96,192,256,192/128 --lengths=1024,4096,8192,16384 --masks=full,causal",
+    },
+    [
+        "--dims=128 --lengths=1024,8192 --masks=full,causal",
+        "--dims=64 --masks=full,causal",
+        "--dims=128 --variants=alibi,softcap",
+        "--dims=128 --masks=window",
+    ],
+    list(PEERS),
+)
+BACKWARD = Sets(
+    "Speed of the gradient beside its peers.",
+    {
+        "plain": PLAIN.replace("64,128", "64,128,256"),
+        "mods": MODS,
+        "window": WINDOW,
+        "gqa": GQA,
+        "dims": "--dims=96,192,192/128 --masks=full,causal",
+    },
+    [
+        "--dims=128 --lengths=1024,8192 --masks=full,causal",
+        "--dims=64,256 --masks=full,causal",
+        "--dims=128 --masks=full,causal --variants=alibi,softcap,t5",
+        "--dims=128 --masks=window",
+    ],
+    ["ours", "deterministic", *(name for name in PEERS if name not in ("ours", "fa3"))],
+)
+PRESETS = FORWARD.presets
+
+
+def parser(sets: Sets = FORWARD) -> argparse.ArgumentParser:
+    """All flags of a benchmark of the cases in ``sets``."""
+    result = argparse.ArgumentParser(description=sets.about)
     grid = result.add_argument_group("cases (without any: a small set)")
-    grid.add_argument("--preset", type=_words, help=f"full, or some of {', '.join(PRESETS)}")
+    grid.add_argument("--preset", type=_words, help=f"full, or some of {', '.join(sets.presets)}")
     choose = {"action": _Chosen}
     grid.add_argument("--dims", type=_dims, default=[(128, 128)], help="64,192/128", **choose)
     grid.add_argument("--lengths", type=_numbers, default=[8192], **choose)
@@ -43,31 +78,32 @@ def parser() -> argparse.ArgumentParser:
         "--ratios", type=_numbers, default=[1], help="query heads a key/value head", **choose
     )
     how = result.add_argument_group("how")
-    how.add_argument("--peers", type=_words, default=list(PEERS), help=",".join(PEERS))
+    how.add_argument("--peers", type=_words, default=sets.peers, help=",".join(sets.peers))
     how.add_argument("--rounds", type=int, default=5)
     how.add_argument("--batch-ms", type=float, default=15.0, help="device time a round and peer")
     how.add_argument("--energy", type=float, default=0.0, help="seconds a peer, for joules a call")
     how.add_argument("--cold", action="store_true", help="flush the L2 before every call")
-    how.add_argument("--out", type=Path, help="JSON (default: bench/results/DATE-attention.json)")
-    how.add_argument("--prime", type=int, default=0, help="processes that compile peers first")
+    how.add_argument("--out", type=Path, help="JSON (default: bench/results/DATE-KIND.json)")
+    how.add_argument("--prime", type=int, default=0, help="processes that compile first")
     how.add_argument("--share", help=argparse.SUPPRESS)
-    how.add_argument("--compile-only", action="store_true", help="our kernels, without a GPU")
-    result.set_defaults(chosen=False)
+    how.add_argument("--compile-only", action="store_true", help="run nothing: see the docs")
+    result.set_defaults(chosen=False, sets=sets)
     return result
 
 
 def selection(arguments: argparse.Namespace) -> list[Case]:
     """The cases that the flags select, each once."""
+    sets, flags = arguments.sets, []
     if arguments.preset:
-        names = PRESETS if arguments.preset == ["full"] else arguments.preset
-        unknown = set(names) - set(PRESETS)
+        names = sets.presets if arguments.preset == ["full"] else arguments.preset
+        unknown = set(names) - set(sets.presets)
         if unknown:
-            raise SystemExit(f"no preset {sorted(unknown)}; there are full, {', '.join(PRESETS)}")
-        grids = [parser().parse_args(PRESETS[name].split()) for name in names]
-    elif arguments.chosen:
-        grids = [arguments]
-    else:
-        grids = [parser().parse_args(flags.split()) for flags in DEFAULT]
+            known = ", ".join(sets.presets)
+            raise SystemExit(f"no preset {sorted(unknown)}; there are full, {known}")
+        flags = [sets.presets[name] for name in names]
+    elif not arguments.chosen:
+        flags = sets.default
+    grids = [parser(sets).parse_args(one.split()) for one in flags] or [arguments]
     found: dict[Case, None] = {}
     for grid in grids:
         axes = (grid.dims, grid.lengths, grid.masks, grid.variants, grid.ratios)

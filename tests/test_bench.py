@@ -9,11 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench import compile_time, masks, peers, plots
+from bench import backward, compile_time, masks, peers, plots
 from bench.attention import summary
 from bench.cases import VARIANTS, Case
+from bench.priming import dealt
 from bench.results import Report, command, table
-from bench.selection import PRESETS, parser, selection
+from bench.selection import BACKWARD, FORWARD, Sets, parser, selection
 from bench.sweep import ROWS, row
 from fa_cute import variants
 from fa_cute.host.blocks import TileCounts
@@ -34,18 +35,50 @@ def test_work_by_the_convention() -> None:
 
 
 @pytest.mark.parametrize("flags", [[], ["--preset=full"], ["--dims=96,192/128", "--ratios=1,4"]])
-def test_selection_names_each_case_once(flags: list[str]) -> None:
-    names = [case.name for case in selection(parser().parse_args(flags))]
+@pytest.mark.parametrize("sets", [FORWARD, BACKWARD], ids=["forward", "backward"])
+def test_selection_names_each_case_once(sets: Sets, flags: list[str]) -> None:
+    names = [case.name for case in selection(parser(sets).parse_args(flags))]
     assert names and len(names) == len(set(names))
 
 
-def test_presets_are_the_issue_of_16k_tokens() -> None:
-    for preset in PRESETS:
-        for case in selection(parser().parse_args([f"--preset={preset}"])):
+@pytest.mark.parametrize("sets", [FORWARD, BACKWARD], ids=["forward", "backward"])
+def test_presets_are_the_issue_of_16k_tokens(sets: Sets) -> None:
+    for preset in sets.presets:
+        for case in selection(parser(sets).parse_args([f"--preset={preset}"])):
             assert case.batch * case.seqlen == 16384
             assert case.heads % case.heads_kv == 0
     with pytest.raises(SystemExit, match="no preset"):
-        selection(parser().parse_args(["--preset=none"]))
+        selection(parser(sets).parse_args(["--preset=none"]))
+
+
+def test_shares_are_all_jobs_once() -> None:
+    jobs = list(range(11))
+    assert sorted(sum((dealt(jobs, f"{i}/3") for i in range(3)), [])) == jobs
+
+
+def test_backward_report() -> None:
+    """Beside the best peer, and beside ours without the window: ours twice is no peer."""
+    rows = []
+    for case, speeds in (
+        (Case(128, 4096, causal=True), {"ours": 600.0, "deterministic": 700.0, "fa4": 500.0}),
+        (Case(128, 4096, causal=True, window=1024), {"ours": 450.0, "fa4": 500.0}),
+    ):
+        for peer, speed in speeds.items():
+            rows.append(
+                backward.row(case, peer, "backward", 0.1) | {"tflops": speed, "error": 0.05}
+            )
+    first, second = backward.summary(rows, ["ours", "deterministic", "fa4"]).splitlines()[2:]
+    assert first.split()[-7:] == "600 700 500 1.200 1.000 0.50 -".split()
+    assert second.split()[-7:] == "450 - 500 0.900 0.750 0.50 -".split()
+
+
+def test_a_learned_table_is_told() -> None:
+    """Of the variants only T5 learns, and what it learns is one tensor for every use of a case."""
+    case = backward.Trained.of(Case(64, 64, variant="t5", batch=1, heads=2, heads_kv=2))
+    (table_of,) = backward.learned(case.arguments("cpu"))
+    assert table_of.requires_grad and backward.learned(case.arguments("cpu"))[0] is table_of
+    fixed = backward.Trained.of(Case(64, 64, variant="alibi", batch=1, heads=2, heads_kv=2))
+    assert not any(t.requires_grad for t in backward.learned(fixed.arguments("cpu")))
 
 
 @pytest.mark.parametrize("variant", [name for name, build in VARIANTS.items() if build])
