@@ -82,7 +82,7 @@ class FwdSm100Config:
     block; slots of K, of V and, a tile, of S in tensor memory. ``early`` columns of P are given to
     the product before the rest. Of every 16 pairs of exponentials ``emulated`` are computed on the
     FMA pipes, by a polynomial of ``degree``. Registers a thread: of a softmax warpgroup, of the
-    correction's, and of the one whose warps load and multiply.
+    correction's, and of the one whose warps load and multiply. ``packed``: as in ``FwdConfig``.
     """
 
     q_tiles: int
@@ -96,6 +96,7 @@ class FwdSm100Config:
     correction_registers: int
     issue_registers: int
     degree: int = 3
+    packed: bool = False
 
     @property
     def tile_m(self) -> int:
@@ -139,7 +140,7 @@ class Plan:
     @property
     def few_queries(self) -> bool:
         """Whether query heads share tiles, as suits a short Sq."""
-        return isinstance(self.config, FwdConfig) and self.config.packed
+        return getattr(self.config, "packed", False)
 
     @property
     def width(self) -> int:

@@ -29,10 +29,11 @@ def recorded(plan: Plan) -> Recorded:
 
     kernel = compiling._entry(plan)
     stream = make_fake_stream(use_tvm_ffi_env_stream=True)
-    named = ["visits", "spans"] if hasattr(kernel, "visits") else ["spans"]
+    walk = getattr(kernel, "walk", None)
+    named = ["visits", "spans"] if walk else ["spans"]
     blackwell = plan.target.startswith("sm_10")
     messages, private = {}, {"scratch": "softmax" if blackwell else "math"}
-    if getattr(kernel, "noted", False):
+    if walk and walk.noted:
         messages["next", 1] = "count"
         named = ["visits"]
     more = []

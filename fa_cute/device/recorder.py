@@ -478,9 +478,9 @@ def recording(
 ) -> Iterator[Recorder]:
     """Record the trace of ``kernel`` inside the block, which ends where compiling would begin.
 
-    ``named``: its methods whose result has fields that name the lengths of loops. ``messages``:
-    (buffer, word) whose value, where it is read, has this name. ``private``: buffers of which each
-    warpgroup of a role has an equal part. ``more``: further verbs to wrap.
+    ``named``: methods of its walk, or its own, whose result has fields that name the lengths of
+    loops. ``messages``: (buffer, word) whose value, where it is read, has this name. ``private``:
+    buffers of which each warpgroup of a role has an equal part. ``more``: further verbs to wrap.
     """
     record = Recorder(kernel.topology, messages or {}, private or {})
 
@@ -503,9 +503,9 @@ def recording(
         for verbs in (_ring_verbs, _arch_verbs, _tensor_verbs, *more):
             for owner, name, verb in verbs(record):
                 stack.enter_context(mock.patch.object(owner, name, verb))
+        owner = type(getattr(kernel, "walk", kernel))
         for name in named:
-            method = naming(getattr(type(kernel), name))
-            stack.enter_context(mock.patch.object(type(kernel), name, method))
+            stack.enter_context(mock.patch.object(owner, name, naming(getattr(owner, name))))
         stack.enter_context(mock.patch.object(CutlassBaseDSL, "compile_and_cache", stop))
         try:
             yield record

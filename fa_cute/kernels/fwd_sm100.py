@@ -39,11 +39,12 @@ from fa_cute.device.lower import schedule
 from fa_cute.device.modifiers import Mods
 from fa_cute.device.operand import Reuse, TmaOperand, loader, tma_operand
 from fa_cute.device.packed import Pairs
-from fa_cute.device.scheduler import Place, Tiles, draw, section_of
+from fa_cute.device.scheduler import Place, Tiles, draw
 from fa_cute.device.softmax import LOG2_E
 from fa_cute.device.topology import WARPGROUP, RingSpec, Role, Topology
+from fa_cute.device.walk import Walk
 from fa_cute.plan import Extra, Io, Launch, Plan
-from fa_cute.spans import Arithmetic, Bounds, KvSpans, kv_spans
+from fa_cute.spans import Bounds, KvSpans
 
 DTYPES = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16}
 NEXT_STAGES = 2
@@ -163,13 +164,13 @@ class FwdSm100:
         self.native = "@" not in plan.target
         self.topology, self.columns = topology(plan), columns(plan)
         self.dtype = DTYPES[plan.dtype]
-        self.longest_first = plan.causal or any(plan.window)
         self.memory = tmem.Native if self.native else tmem.Hosted
         self.pairs = Pairs(self.native)
         gemm = mma_sm100.Native if self.native else mma_sm100.Hosted
         self.qk = gemm(self.dtype, plan.config.tile_n, p_times_v=False)
         self.pv = gemm(self.dtype, plan.width_v, p_times_v=True)
         self.fragment = one_row(plan.config.tile_n, WARPGROUP)
+        self.walk = Walk(plan, self.fragment)
         graphs = (plan.score_mod, plan.mask_mod)
         self.scratch_words = [score.scratch_words(graph, self.fragment) for graph in graphs]
 
@@ -199,7 +200,7 @@ class FwdSm100:
             counter=launch.counter,
             scratch=launch.scratch,
             layouts=layouts,
-            tiles=self.number(io),
+            tiles=self.walk.number(io, io.q.shape[1]),
             bounds=bounds_of(plan, (io.q.shape[1], io.k.shape[1]), launch),
             scale=launch.scale,
             extra=extra,
@@ -210,13 +211,6 @@ class FwdSm100:
             stream=stream,
             min_blocks_per_mp=1,
         )
-
-    def number(self, io: Io) -> Tiles:
-        """The numbering of tiles."""
-        batch, seqlen_q, heads = (io.q.shape[i] for i in range(3))
-        head_bytes = io.k.shape[1] * (2 * (self.plan.head_dim + self.plan.head_dim_v))
-        section = section_of(head_bytes, self.plan.gqa_ratio)
-        return Tiles.of(cute.ceil_div(seqlen_q, self.config.tile_m), heads, batch, section)
 
     @cute.kernel
     def kernel(self, x: Operands):
@@ -275,12 +269,6 @@ class FwdSm100:
         scratch = storage.scratch.data_ptr() if words else None
         return storage, Buffers(q, k, v, following, storage.stat.get_tensor(stat), scratch)
 
-    def spans(self, x: Operands, place: Place) -> KvSpans:
-        """The KV blocks of a tile: the same for every role."""
-        first = place.block * self.config.tile_m
-        arithmetic = Arithmetic(cutlass.min, cutlass.max)
-        return kv_spans(x.bounds, first, first + self.config.tile_m, self.config.tile_n, arithmetic)
-
     @cute.jit
     def load(self, x: Operands, storage, buffers: Buffers):
         rings = self.topology.rings_from(
@@ -290,8 +278,8 @@ class FwdSm100:
             cpasync.prefetch_descriptor(operand.atom)
         tile, ctas = Int32(cute.arch.block_idx()[0]), cute.arch.grid_dim()[0]
         while tile < x.tiles.count:
-            place = x.tiles.place(tile, self.longest_first)
-            spans = self.spans(x, place)
+            place = self.walk.place(x, tile)
+            spans = self.walk.spans(x.bounds, place)
             # Drawn before this tile's loads: the atomic's microsecond passes under them.
             with rings.next.fill() as following:
                 target = cute.local_tile(buffers.next, (1,), (following.index,))
@@ -330,7 +318,7 @@ class FwdSm100:
         )
         tile = Int32(cute.arch.block_idx()[0])
         while tile < x.tiles.count:
-            spans = self.spans(x, x.tiles.place(tile, self.longest_first))
+            spans = self.walk.spans(x.bounds, self.walk.place(x, tile))
             if spans.begin < spans.end:
                 rings = self.products(product, rings, spans.end - spans.begin)
             with rings.next.drain() as following:
@@ -416,8 +404,8 @@ class FwdSm100:
         mods = self.modifiers(x, buffers, t)
         tile = Int32(cute.arch.block_idx()[0])
         while tile < x.tiles.count:
-            place = x.tiles.place(tile, self.longest_first)
-            spans = self.spans(x, place)
+            place = self.walk.place(x, tile)
+            spans = self.walk.spans(x.bounds, place)
             if spans.begin < spans.end:
                 first = place.block * self.config.tile_m + t * mma_sm100.ROWS
                 limit = rows.limit_of(x.bounds, first + thread)
@@ -501,8 +489,8 @@ class FwdSm100:
         rings = self.topology.rings_from(storage, next="consumer", stat="consumer", o="consumer")
         tile = Int32(cute.arch.block_idx()[0])
         while tile < x.tiles.count:
-            place = x.tiles.place(tile, self.longest_first)
-            spans = self.spans(x, place)
+            place = self.walk.place(x, tile)
+            spans = self.walk.spans(x.bounds, place)
             if spans.begin < spans.end:
                 for _ in cutlass.range(spans.last - spans.begin, unroll=1):
                     for t in cutlass.range_constexpr(self.config.q_tiles):

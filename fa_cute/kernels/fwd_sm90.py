@@ -32,20 +32,16 @@ from fa_cute.device.bounds import bounds_of
 from fa_cute.device.modifiers import Mods
 from fa_cute.device.operand import Reuse, TmaOperand, loader, tma_operand
 from fa_cute.device.ring import Turns
-from fa_cute.device.scheduler import Place, Tiles, draw, section_of
+from fa_cute.device.scheduler import Place, Tiles, draw
 from fa_cute.device.topology import WARPGROUP, RingSpec, Role, Topology
-from fa_cute.device.visits import ListVisits, RangeVisits, SpanVisits, Visit, inputs_of
-from fa_cute.mods.affine import input_graphs, ranges_of
-from fa_cute.mods.ranges import shrinking
+from fa_cute.device.visits import Visit
+from fa_cute.device.walk import Walk
 from fa_cute.plan import Extra, Io, Launch, Plan
-from fa_cute.spans import Arithmetic, Bounds, KvSpans, kv_spans
+from fa_cute.spans import Bounds
 
 DTYPES = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16}
 TURNS = 1  # the first named barrier of the turns; 0 is the CTA's own
 NEXT_STAGES = 2
-# Words of a tile's header: the number of the tile after it; under a mask also its own number of
-# visits, and which tile of queries it is.
-HEADER = ("following", "count", "block")
 
 
 def topology(plan: Plan) -> Topology:
@@ -149,13 +145,9 @@ class FwdSm90:
         self.topology = topology(plan)
         self.turns = Turns(TURNS, plan.config.consumers if plan.config.ping_pong else 1)
         self.dtype = DTYPES[plan.dtype]
-        self.noted = plan.visits != "bounds"
-        self.longest_first = plan.causal or any(plan.window) or self.noted
-        self.first_longest = plan.visits == "ranges" and shrinking(ranges_of(plan.mask_mod))
-        # Rows a query in a tile, and query heads that read a key/value head one after another.
-        self.group, self.ratio = (plan.gqa_ratio, 1) if plan.config.packed else (1, plan.gqa_ratio)
         graphs = (plan.score_mod, plan.mask_mod)
         self.fragment = mma_sm90.fragment(plan.config.tile_n)
+        self.walk = Walk(plan, self.fragment)
         self.scratch_words = [score.scratch_words(graph, self.fragment) for graph in graphs]
 
     @cute.jit
@@ -188,8 +180,8 @@ class FwdSm90:
             qk=mma_sm90.make_mma(self.dtype, c.consumers, c.tile_n, p_times_v=False),
             pv=mma_sm90.make_mma(self.dtype, c.consumers, plan.width_v, p_times_v=True),
             layouts=layouts,
-            tiles=self.number(io, bounds),
-            rows=bounds.seqlen_q * self.group,
+            tiles=self.walk.number(io, bounds.seqlen_q * self.walk.group),
+            rows=bounds.seqlen_q * self.walk.group,
             bounds=bounds,
             scale=launch.scale,
             extra=extra,
@@ -200,17 +192,6 @@ class FwdSm90:
             stream=stream,
             min_blocks_per_mp=1,
         )
-
-    def number(self, io: Io, bounds: Bounds) -> Tiles:
-        """The numbering of tiles."""
-        batch, heads, rows = io.q.shape[0], io.q.shape[2], bounds.seqlen_q * self.group
-        head_bytes = io.k.shape[1] * (2 * (self.plan.head_dim + self.plan.head_dim_v))
-        section = section_of(head_bytes, self.ratio)
-        if self.first_longest or self.plan.visits == "lists":
-            # A few tiles may be far longer than the rest: those of all heads come first. Under
-            # global tokens and a window (S16k, d128) one takes 190 us of a call's 250.
-            section = heads * batch
-        return Tiles.of(cute.ceil_div(rows, self.config.tile_m), heads, batch, section)
 
     @cute.kernel
     def kernel(self, x: Operands):
@@ -233,9 +214,9 @@ class FwdSm90:
             name: (self.dtype, cute.cosize(layout))
             for name, layout in zip("qkv", x.layouts, strict=True)
         }
-        words_of = cute.make_layout((len(HEADER) if self.noted else 1, NEXT_STAGES))
+        words_of = cute.make_layout((self.walk.header, NEXT_STAGES))
         sizes["next"] = (Int32, cute.size(words_of))
-        if self.noted:
+        if self.walk.noted:
             sizes["notes"] = (Int32, self.config.kv_stages)
         words = sum(self.scratch_words)
         if words:
@@ -246,47 +227,10 @@ class FwdSm90:
             for name, layout in zip("qkv", x.layouts, strict=True)
         )
         following, notes = storage.next.get_tensor(words_of), None
-        if self.noted:
+        if self.walk.noted:
             notes = storage.notes.get_tensor(cute.make_layout(self.config.kv_stages))
         scratch = storage.scratch.data_ptr() if words else None
         return storage, Buffers(q, k, v, following, notes, scratch)
-
-    def spans(self, x: Operands, place: Place) -> KvSpans:
-        """The KV blocks that causal and the window leave a tile: the same for every role."""
-        first = place.block * self.config.tile_m
-        first, end = first // self.group, cute.ceil_div(first + self.config.tile_m, self.group)
-        arithmetic = Arithmetic(cutlass.min, cutlass.max)
-        return kv_spans(x.bounds, first, end, self.config.tile_n, arithmetic)
-
-    def visits(self, x: Operands, place: Place) -> Any:
-        """What the producer loads for a tile: a provider of ``device/visits.py``."""
-        plan, c = self.plan, self.config
-        spans = self.spans(x, place)
-        within = spans if plan.causal or any(plan.window) else None
-        if plan.visits == "lists":
-            at = place.batch, place.head, place.block
-            return ListVisits.of(x.extra.block_lists, at, within)
-        if plan.visits == "ranges":
-            extra = x.extra or Extra()
-            graphs = (plan.score_mod, plan.mask_mod)
-            _, given = score.deal(graphs, extra.captured, extra.scalars)
-            head = place.batch, place.head
-            inputs = inputs_of(input_graphs(plan.mask_mod), given, self.fragment, head)
-            tile = place.block * c.tile_m, (place.block + 1) * c.tile_m
-            lengths = x.bounds.seqlen_q, x.bounds.seqlen_k
-            ranges = ranges_of(plan.mask_mod)
-            return RangeVisits.of(ranges, inputs, (tile, lengths), c.tile_n, within)
-        return SpanVisits(spans.last, spans.end - spans.begin)
-
-    def place(self, x: Operands, tile: Int32) -> Place:
-        """The place of tile number ``tile``, the longest first."""
-        place = x.tiles.place(tile, self.longest_first)
-        if self.first_longest:
-            return place._replace(block=x.tiles.blocks - 1 - place.block)
-        if self.plan.visits != "lists":
-            return place
-        order = x.extra.block_lists.order
-        return place._replace(block=order[place.batch, place.head, place.block])
 
     @cute.jit
     def load(self, x: Operands, rings, buffers: Buffers):
@@ -294,11 +238,11 @@ class FwdSm90:
             cpasync.prefetch_descriptor(operand.atom)
         tile, ctas = Int32(cute.arch.block_idx()[0]), cute.arch.grid_dim()[0]
         while tile < x.tiles.count:
-            place = self.place(x, tile)
-            visits = self.visits(x, place)
-            kv_head = place.head // self.ratio
+            place = self.walk.place(x, tile)
+            visits = self.walk.visits(x, place)
+            kv_head = place.head // self.walk.ratio
             load_v = loader(x.v, buffers.v, kv_head, place.batch, Reuse.OFTEN)
-            if const_expr(self.noted):
+            if const_expr(self.walk.noted):
                 # Consumers wait for this header before they begin.
                 with rings.next.fill() as header:
                     own = visits.count, place.block
@@ -319,7 +263,7 @@ class FwdSm90:
                     with rings.v.fill() as v:
                         load_v(block, v)
                     block = following.block
-            if const_expr(not self.noted):
+            if const_expr(not self.walk.noted):
                 # Drawn late, so that who is done first takes the longest tile left; the atomic's
                 # microsecond passes under the last two blocks.
                 with rings.next.fill() as header:
@@ -330,7 +274,7 @@ class FwdSm90:
 
     def note(self, buffers: Buffers, visit: Visit) -> Any:
         """What the producer leaves with a slot of K, for ``Ring.fill``."""
-        return (buffers.notes, visit.word()) if self.noted else None
+        return (buffers.notes, visit.word()) if self.walk.noted else None
 
     @cute.jit
     def math(self, x: Operands, rings, buffers: Buffers):
@@ -340,14 +284,14 @@ class FwdSm90:
         self.turns.open(group)
         tile = Int32(cute.arch.block_idx()[0])
         while tile < x.tiles.count:
-            place = x.tiles.place(tile, self.longest_first)
-            if const_expr(self.noted):
+            place = x.tiles.place(tile, self.walk.longest_first)
+            if const_expr(self.walk.noted):
                 with rings.next.drain() as header:
                     tile, count, block = (buffers.next[i, header.index] for i in range(3))
                 place = place._replace(block=block)
                 walk = count
             else:
-                walk = self.spans(x, place)
+                walk = self.walk.spans(x.bounds, place)
                 count = walk.end - walk.begin
             row = place.block * self.config.tile_m + group * mma_sm90.ROWS
             sink = x.extra.sinks[place.head] if const_expr(self.plan.sinks) else None
@@ -360,7 +304,7 @@ class FwdSm90:
                 o.fill(0.0)
                 log = -Float32.inf if const_expr(sink is None) else sink
                 self.store(x, work, o, [log] * mma_sm90.FRAGMENT_ROWS)
-            if const_expr(not self.noted):
+            if const_expr(not self.walk.noted):
                 with rings.next.drain() as header:
                     tile = buffers.next[0, header.index]
 
@@ -385,13 +329,13 @@ class FwdSm90:
         work, mods = share
         f = self.fragments(x, buffers, work.warpgroup)
         state = softmax.RowState()
-        limit = mask.limits(x.bounds, work.row, 2 * (work.thread % 4), self.group)
+        limit = mask.limits(x.bounds, work.row, 2 * (work.thread % 4), self.walk.group)
         f.o.fill(0.0)
         q = rings.q.take()
         body = Sweep(x, f, state, limit, mods, work, q, buffers.notes)
         k = rings.k.take()
         s = self.issue_scores(body, k)
-        block = Visit.of(buffers.notes[k.index]).block if const_expr(self.noted) else walk.last
+        block = Visit.of(buffers.notes[k.index]).block if const_expr(self.walk.noted) else walk.last
         blocks = self.enter_block(mods, block)
         warpgroup.wait_group(0)
         k.release()
@@ -400,7 +344,7 @@ class FwdSm90:
         softmax.exponentiate(s_view, state, self.exponent(body), first=True)
         mma_sm90.convert(s, f.p)
         softmax.add_up(s_view, state, first=True)
-        if const_expr(self.noted):
+        if const_expr(self.walk.noted):
             rings = self.follow(body, rings, walk - 1)
         else:
             # Without a right bound the peeled block is the only edge there.
