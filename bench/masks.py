@@ -1,10 +1,12 @@
 """What the masks of the gallery cost beside what they keep: ``python -m bench.masks``.
 
 Every mask of ``fa_cute.variants`` at d128, with sizes for 16,384 tokens: the tiles that it keeps,
-our time beside the plain full kernel's, beside the same kernel with the mask evaluated everywhere,
-and beside FlexAttention, all interleaved in one run; how long ``plan_mask`` and FlexAttention's
-``create_block_mask`` take; and a document mask over a million tokens. ``bound`` is (full tiles +
-1.25 x partial tiles) / all tiles x the plain full time x 1.1 + 10 us.
+our time beside the plain full kernel's and beside the same kernel with the mask evaluated
+everywhere, interleaved; and how long ``plan_mask`` takes, for a document mask over a million tokens
+too. ``bound`` is (full tiles + 1.25 x partial tiles) / all tiles x the plain full time x 1.1 +
+10 us. ``--flex``: then, in the same run, each mask again beside FlexAttention, interleaved
+(``ours_beside_flex``), and how long its ``create_block_mask`` takes. Its kernels compile for
+seconds each: ``--prime`` does only that, and fills torch's cache on disk.
 """
 
 from __future__ import annotations
@@ -13,7 +15,6 @@ import argparse
 import dataclasses
 import functools
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -27,7 +28,8 @@ from bench.device import Meter, facts
 from bench.results import Report, table
 from bench.timing import Candidate, Effort, Stopwatch
 
-LENGTH, MILLION = 16384, 1 << 20
+LENGTH = 16384
+LONG = (1 << 18, 1 << 20)
 CASE = Case(128, LENGTH, batch=1)
 PARTIAL_COST, MARGIN, LAUNCH_MS = 1.25, 1.1, 0.01
 # What gives the masks their sizes: parameters of the variants by name.
@@ -87,8 +89,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--masks", default=",".join(SIZES), help="comma separated")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--batch-ms", type=float, default=15.0)
-    parser.add_argument("--prime", type=int, default=0, help="processes that compile Flex first")
-    parser.add_argument("--share", help=argparse.SUPPRESS)
+    parser.add_argument("--flex", action="store_true", help="beside FlexAttention too")
+    parser.add_argument("--flex-s", type=float, default=120.0, help="none begins later than this")
+    parser.add_argument("--prime", action="store_true", help="only compile FlexAttention's kernels")
     parser.add_argument("--compile-only", action="store_true", help="our kernels, without a GPU")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args(argv)
@@ -96,31 +99,38 @@ def main(argv: list[str] | None = None) -> int:
     if arguments.compile_only:
         return compile_only(names)
     with torch.no_grad():
-        if arguments.share:
-            index, count = map(int, arguments.share.split("/"))
-            for name in names[index::count]:
-                flex(mask_of(name, "cuda"), CASE.tensors())[0].call()
-            return 0
-        if arguments.prime:
-            _prime(arguments.prime, names)
-        rows = run(names, arguments)
+        rows = prime(names) if arguments.prime else run(names, arguments)
     measured = [row for row in rows if "bound_ms" in row]
     return int(not all(row["same"] and row["ours_ms"] <= row["bound_ms"] for row in measured))
 
 
 def run(names: list[str], arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """Measure, write the report after each mask, print the table last; the rows."""
+    """Measure, write the report after each mask, print the table last; the rows.
+
+    All of ours is measured before FlexAttention is so much as imported.
+    """
+    begin = time.perf_counter()
     stopwatch = Stopwatch(Effort(arguments.rounds, arguments.batch_ms), Meter())
     report = Report("masks", facts() | {"inputs": INPUTS, "case": CASE.name}, arguments.out)
+
+    def done(row: dict[str, Any]) -> None:
+        report.save()
+        print(f"{time.perf_counter() - begin:.0f} s", row, flush=True)
+
+    for length in LONG:
+        report.rows.append(long_documents(length))
+        done(report.rows[-1])
     inputs = CASE.tensors()
-    report.rows.append(million())
-    print(report.rows[0], flush=True)
     for name in names:
         report.rows.append(measure(name, inputs, stopwatch))
-        report.save()
-        print(report.rows[-1], flush=True)
+        done(report.rows[-1])
+    rows = report.rows[len(LONG) :]
+    for row in rows if arguments.flex else ():
+        if time.perf_counter() - begin < arguments.flex_s:
+            row |= beside_flex(row["mask"], inputs, stopwatch)
+            done(row)
     print(f"\n{report.head['device']}; ms a call; in {report.path}\n")
-    print(summary(report.rows[1:]))
+    print(summary(rows))
     return report.rows
 
 
@@ -144,17 +154,32 @@ def measure(name: str, x: Inputs, stopwatch: Stopwatch) -> dict[str, Any]:
     row: dict[str, Any] = {"mask": name, "sizes": _described(name), "visits": visits}
     row["same"] = torch.equal(candidates[0].call(), everywhere())
     row["plan_ms"] = building_ms(plan)
-    try:
-        theirs, build = flex(mask, x)
-        difference = candidates[0].call().float() - theirs.call().float()
-        row |= {"flex_difference": float(difference.abs().max()), "flex_build_ms": build}
-        candidates.append(theirs)
-    except Exception as error:  # whatever a peer dies of must not end a run
-        row["flex_absent"] = f"{type(error).__name__}: {str(error).splitlines()[0][:160]}"
     figures = stopwatch.measure(candidates)
     row |= {f"{key}_ms": found.device_ms for key, found in figures.items()}
     row["sm_clock_mhz"] = figures["ours"].row()["sm_clock_mhz"]
-    return row | bound(blocks.counts(), row["full_ms"])
+    row |= bound(blocks.counts(), row["full_ms"])
+    return row | {"within": row["ours_ms"] <= row["bound_ms"]}
+
+
+def beside_flex(name: str, x: Inputs, stopwatch: Stopwatch) -> dict[str, Any]:
+    """What FlexAttention adds to the row of a mask."""
+    import fa_cute
+
+    mask = mask_of(name, x.q.device)
+    try:
+        theirs, build = flex(mask, x)
+        blocks = fa_cute.plan_mask(mask, 1, CASE.heads, LENGTH, LENGTH, device=x.q.device)
+        ours = Candidate("ours", lambda: fa_cute.attention(*x, mask_mod=blocks))
+        difference = ours.call().float() - theirs.call().float()
+        figures = stopwatch.measure([ours, theirs])
+    except Exception as error:  # whatever a peer dies of must not end a run
+        return {"flex_absent": f"{type(error).__name__}: {str(error).splitlines()[0][:160]}"}
+    return {
+        "flex_difference": float(difference.abs().max()),
+        "flex_build_ms": build,
+        "flex_ms": figures["flex"].device_ms,
+        "ours_beside_flex_ms": figures["ours"].device_ms,
+    }
 
 
 def bound(counts: Any, full_ms: float) -> dict[str, Any]:
@@ -163,16 +188,23 @@ def bound(counts: Any, full_ms: float) -> dict[str, Any]:
     return counts._asdict() | {"bound_ms": cost * full_ms * MARGIN + LAUNCH_MS}
 
 
-def flex(mask: Callable, x: Inputs) -> tuple[Candidate, dict[str, float]]:
-    """FlexAttention on the same mask, compiled; the ms of making its BlockMask, both ways."""
+def flex(mask: Callable, x: Inputs, *, calls: int = 3) -> tuple[Candidate, dict[str, float]]:
+    """FlexAttention on the same mask, compiled; the ms of making its BlockMask, both ways.
+
+    A mask that does not read the head is made for one head, as its documentation says.
+    """
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    from fa_cute.mods.trace import trace_mask_mod
 
     torch._dynamo.reset()
     compiled = torch.compile(flex_attention, dynamic=False)
-    shape = (1, CASE.heads, LENGTH, LENGTH)
+    graph = trace_mask_mod(mask).graph
+    reads = graph.dependence()[graph.result]
+    shape = (1, CASE.heads if "h" in reads else 1, LENGTH, LENGTH)
     build = functools.partial(create_block_mask, mask, *shape, device=x.q.device)
-    milliseconds = {"eager": building_ms(build)}
-    milliseconds["compiled"] = building_ms(functools.partial(build, _compile=True))
+    fast = functools.partial(build, _compile=True)
+    milliseconds = {"eager": building_ms(build, calls), "compiled": building_ms(fast, calls)}
     block_mask = build()
     q, k, v = (t.transpose(1, 2) for t in x)
 
@@ -182,14 +214,25 @@ def flex(mask: Callable, x: Inputs) -> tuple[Candidate, dict[str, float]]:
     return Candidate("flex", call), milliseconds
 
 
-def million() -> dict[str, Any]:
-    """``plan_mask`` of causal documents of about 4,096 tokens, a million tokens in all."""
+def prime(names: list[str]) -> list[dict[str, Any]]:
+    """Compile what ``flex`` calls, one call each; no rows."""
+    inputs = CASE.tensors()
+    for name in names:
+        begin = time.perf_counter()
+        flex(mask_of(name, "cuda"), inputs, calls=0)[0].call()
+        torch.cuda.synchronize()
+        print(f"{name}: FlexAttention in {time.perf_counter() - begin:.1f} s", flush=True)
+    return []
+
+
+def long_documents(length: int) -> dict[str, Any]:
+    """``plan_mask`` of documents of about 4,096 tokens, ``length`` tokens in all."""
     from fa_cute.variants.document import document
 
     import fa_cute
 
-    mask = document(documents(MILLION, 4096, "cuda"))
-    plan = functools.partial(fa_cute.plan_mask, mask, 1, None, MILLION, MILLION, device="cuda")
+    mask = document(documents(length, 4096, "cuda"))
+    plan = functools.partial(fa_cute.plan_mask, mask, 1, None, length, length, device="cuda")
     milliseconds = building_ms(plan)
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
@@ -197,7 +240,7 @@ def million() -> dict[str, Any]:
     blocks = plan()
     torch.cuda.synchronize()
     return {
-        "mask": "document over 1,048,576 tokens",
+        "mask": f"document over {length:,} tokens",
         "plan_ms": milliseconds,
         "peak_bytes": torch.cuda.max_memory_allocated() - before,
         "kept_bytes": torch.cuda.memory_allocated() - before,
@@ -214,7 +257,7 @@ def building_ms(build: Callable[[], Any], calls: int = 5) -> float:
         build()
         torch.cuda.synchronize()
         times.append(1e3 * (time.perf_counter() - begin))
-    return statistics.median(times[1:])
+    return statistics.median(times[1:] or times)
 
 
 def _everywhere(blocks: Any, x: Inputs) -> tuple[Callable[[], torch.Tensor], str]:
@@ -253,13 +296,13 @@ def compile_only(names: list[str]) -> int:
 def summary(rows: list[dict[str, Any]]) -> str:
     """The table of all masks."""
     header = ["mask", "visits", "full", "partial", "kept", "ours", "bound", "unplanned"]
-    header += ["everywhere", "Flex"]
+    header += ["everywhere", "Flex", "ours then"]
     header += ["plan", "Flex's", "compiled", "same"]
     lines = []
     for row in rows:
         tiles = row["full"] + row["partial"] + row["empty"]
         kept = f"{(row['full'] + row['partial']) / tiles:.1%}"
-        names = ("ours", "bound", "unplanned", "everywhere", "flex")
+        names = ("ours", "bound", "unplanned", "everywhere", "flex", "ours_beside_flex")
         times = [row.get(f"{name}_ms") for name in names]
         build = row.get("flex_build_ms", {})
         times += [row["plan_ms"], build.get("eager"), build.get("compiled")]
@@ -271,17 +314,6 @@ def summary(rows: list[dict[str, Any]]) -> str:
 
 def _described(name: str) -> dict[str, Any]:
     return {key: "a tensor" if callable(x) else x for key, x in SIZES[name].items()}
-
-
-def _prime(processes: int, names: list[str]) -> None:
-    """Let processes fill FlexAttention's compile cache, each with its share of the masks."""
-    begin = time.perf_counter()
-    command = [sys.executable, "-m", "bench.masks", f"--masks={','.join(names)}"]
-    silent = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    shares = [[*command, f"--share={i}/{processes}"] for i in range(processes)]
-    for child in [subprocess.Popen(share, **silent) for share in shares]:
-        child.wait()
-    print(f"primed FlexAttention's cache in {time.perf_counter() - begin:.0f} s", flush=True)
 
 
 if __name__ == "__main__":
