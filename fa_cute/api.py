@@ -157,6 +157,7 @@ def on_cuda(
             deterministic=deterministic,
             lse_gradient=options.return_lse,
             derivative=derivative,
+            listed=None if mods.blocks is None else mods.blocks.key_tile,
         )
     call = autograd.Call(
         lambda: on_gpu(prepared, qkv, mods, None, sinks),
@@ -165,6 +166,7 @@ def on_cuda(
         prepared.launch,
         mods.scalars or None,
         prepared.sign,
+        mods.blocks,
     )
     return autograd.attend(call, qkv, sinks, mods)
 

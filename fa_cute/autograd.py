@@ -23,10 +23,11 @@ from fa_cute.mods.derived import contributions, taught
 from fa_cute.plan import Extra
 
 if TYPE_CHECKING:
+    from fa_cute.host.blocks import MaskBlocks
     from fa_cute.host.planning import Mods
     from fa_cute.host.problem import Problem
     from fa_cute.mods.graph import Graph
-    from fa_cute.plan import Launch
+    from fa_cute.plan import BlockLists, Launch
 
 Tensors = tuple[torch.Tensor, ...]
 FIRST_CAPTURED = 5  # the arguments before: call, q, k, v, sinks
@@ -36,7 +37,7 @@ class Call(NamedTuple):
     """A call beside its tensors: ``run(captured) -> (out, lse)`` is its forward.
 
     ``plans`` is None where nothing is computed; ``sign`` is the factor on q that makes the scale of
-    ``launch`` positive.
+    ``launch`` positive; ``blocks`` a mask that was planned.
     """
 
     run: Callable[[], tuple[torch.Tensor, torch.Tensor]]
@@ -45,6 +46,14 @@ class Call(NamedTuple):
     launch: Launch | None
     scalars: tuple[Any, ...] | None
     sign: int
+    blocks: MaskBlocks | None = None
+
+    def block_lists(self) -> BlockLists | None:
+        """What the main kernel of the backward reads of ``blocks``."""
+        if self.blocks is None or self.plans is None or not self.plans.main.block_lists:
+            return None
+        problem = self.problem
+        return self.blocks.key_lists_for(problem.batch, problem.heads_q, problem.gqa_ratio)
 
 
 def attend(call: Call, qkv: Tensors, sinks: torch.Tensor | None, mods: Mods) -> Tensors:
@@ -119,12 +128,18 @@ class _Attention(torch.autograd.Function):
         q, k, v, out, lse, sinks, *captured = ctx.saved_tensors
         dout = torch.zeros_like(out) if dout is None else dout
         sums = _zeros(call.plans, captured)
+        extra = Extra(
+            tuple(captured) or None,
+            call.scalars,
+            gradients=tuple(sums.values()) or None,
+            block_lists=call.block_lists(),
+        )
         found = host.backward(
             call.problem,
             call.plans,
             host.Saved(q if call.sign == 1 else q * call.sign, k, v, out, lse),
             (dout, dlse),
-            Extra(tuple(captured) or None, call.scalars, gradients=tuple(sums.values()) or None),
+            extra,
             call.launch,
             needs=host.Needs(needs[1], needs[2], needs[3], bool(sums)),
         )

@@ -116,9 +116,9 @@ class Plan:
     ``score_mod`` is the graph with its derivative.
     ``window`` says whether a left and a right bound exist (their sizes are run-time numbers).
     ``gqa_ratio`` is query heads a key/value head. Dtypes are torch's names ("bfloat16").
-    ``visits`` says where the blocks that a tile of queries visits come from: "bounds" (causal and
-    the window alone: a mask_mod is evaluated on all they leave), "ranges" (those of the mask_mod,
-    computed in the kernel) or "lists" (``Extra.block_lists``).
+    ``visits`` says where the blocks that a tile visits come from: "bounds" (causal and the window
+    alone: a mask_mod is evaluated on all they leave), "ranges" (those of the mask_mod, computed in
+    the kernel) or "lists" (``Extra.block_lists``).
     """
 
     direction: str
@@ -254,11 +254,12 @@ class PostprocessIo(NamedTuple):
 
 
 class BlockLists(NamedTuple):
-    """The kept blocks of keys of each tile of queries; all int32, with any strides.
+    """The kept blocks of keys of each tile of queries; in a backward, of queries of one of keys.
 
-    Tile t of batch b and query head h keeps ``entries[begin[b, h, t] : end[b, h, t]]``, each
-    ``2 * block + full``, from the last block to the first; a full block needs no mask. ``order``
-    numbers the tiles of a head from the shortest list to the longest.
+    All int32, with any strides. Tile t of batch b and query head h keeps
+    ``entries[begin[b, h, t] : end[b, h, t]]``, each ``2 * block + full``, from the last block to
+    the first; a full block needs no mask. ``order`` numbers the tiles of a head from the shortest
+    list to the longest; in a backward those of a key/value head, by all lists of its query heads.
     """
 
     begin: Any

@@ -12,9 +12,10 @@ from fa_cute.variants.longformer import longformer
 import fa_cute
 from fa_cute import configuration
 from fa_cute.configuration import Configuration
+from fa_cute.host.backward import plans_of
 from fa_cute.host.planning import Mods, make_plan
 from fa_cute.host.problem import Problem
-from fa_cute.mods.intervals import EMPTY
+from fa_cute.mods.intervals import EMPTY, FULL
 from fa_cute.plan import Plan
 
 DOCUMENTS = torch.tensor([[0] * 300 + [1] * 90 + [2] * 400 + [3] * 234, [7] * 1024]).int()
@@ -68,6 +69,40 @@ def test_lists_as_a_kernel_reads_them() -> None:
         lengths = (kinds[b, 0] != EMPTY).sum(1)
         assert lengths[lists.order[b, 0].long()].diff().min() >= 0
         assert sorted(lists.order[b, 0].tolist()) == list(range(8))
+
+
+def test_lists_by_key_as_a_backward_reads_them() -> None:
+    """Of the backward's tile; a key head's tiles in the order of its heads' lists."""
+    mask = lambda b, h, q, kv: (q - kv).abs() <= 100 * (h + 1)  # noqa: E731
+    blocks = fa_cute.plan_mask(mask, None, 4, 1000, 900)
+    assert (blocks.tile, blocks.key_tile) == ((128, 128), (64, 128))
+    same = fa_cute.plan_mask(mask, None, 4, 1000, 900, tile=(64, 128))
+    assert torch.equal(blocks.by_key.offsets, same.by_key.offsets)
+    lists, kinds = blocks.key_lists_for(3, 4, 2), same.kinds()[0]
+    assert lists.begin.shape == lists.end.shape == (3, 4, 8) and lists.order.shape == (3, 2, 8)
+    for h in range(4):
+        for t in range(8):
+            found = lists.entries[lists.begin[2, h, t] : lists.end[2, h, t]]
+            kept = (kinds[h, :, t] != EMPTY).nonzero()[:, 0].flip(0)
+            assert (found >> 1).tolist() == kept.tolist()
+            assert (found & 1).tolist() == (kinds[h, kept, t] == FULL).tolist()
+        together = (kinds != EMPTY).sum(1).view(2, 2, 8).sum(1)[h // 2]
+        assert together[lists.order[2, h // 2].long()].diff().min() >= 0
+
+
+def test_a_backward_visits_what_its_forward_does() -> None:
+    """Lists of its own tile; with turns, which are of bounds, bounds."""
+    mask = document(DOCUMENTS)
+    blocks = fa_cute.plan_mask(mask, 2, None, 1024, 1024)
+    facts = {"lse_gradient": False, "deterministic": False}
+    for given, visits in ((longformer(), "ranges"), (mask, "ranges"), (blocks, "lists")):
+        forward = planned(given)
+        listed = getattr(given, "key_tile", None)
+        assert plans_of(forward, **facts, listed=listed).main.visits == visits
+        turned = plans_of(forward, **facts | {"deterministic": True}, listed=listed)
+        assert turned.main.visits == "bounds"
+        around = plans_of(forward, **facts, listed=listed)
+        assert around.preprocess.visits == around.postprocess.visits == "bounds"
 
 
 @pytest.mark.parametrize("sizes", [(0, 3, 5, 5), (2, 3, 0, 5), (2, 3, 5, 0)], ids=str)

@@ -10,6 +10,11 @@ can pass the end of the keys; consumers mask it whatever its word says.
 
 ``RangeVisits`` computes them from the lengths (``mods/ranges.py``), ``ListVisits`` reads lists that
 ``plan_mask`` made. Both leave out what causal and windows hide.
+
+In a backward a tile of keys visits blocks of queries, likewise from the last to the first, and
+``following`` gives one from the one before: ``KeyRangeVisits``, or ``ListVisits`` of lists by key.
+There the end of the queries or of the keys is an edge of ``within``: no block that passes it is
+whole.
 """
 
 from __future__ import annotations
@@ -28,7 +33,7 @@ from fa_cute.device.score import Given, Modifier
 from fa_cute.mods.graph import Graph, Node
 from fa_cute.mods.ranges import Integers, Ranges, Run, clipped, runs
 from fa_cute.plan import BlockLists
-from fa_cute.spans import KvSpans
+from fa_cute.spans import KvSpans, QSpans
 
 LANES = 32
 
@@ -47,6 +52,11 @@ class Visit(NamedTuple):
     def of(word: Int32) -> Visit:
         """The inverse of ``word``."""
         return Visit(word >> 1, word & 1)
+
+    def inside(self, within: KvSpans | QSpans) -> Visit:
+        """Whole only where bounds leave the block whole too."""
+        here = (self.block >= within.middle_begin) & (self.block < within.middle_end)
+        return Visit(self.block, cutlass.select_(here, self.whole, Int32(0)))
 
 
 class SpanVisits(NamedTuple):
@@ -103,19 +113,20 @@ class RangeVisits:
 class ListVisits:
     """Visits of a planned mask: ``count`` of the ``entries`` from ``first`` on.
 
-    ``within``: what causal and a window leave whole, or None without them.
+    ``within``: what causal and a window leave whole, or None without them; of a tile of keys its
+    ``QSpans``.
     """
 
     entries: cute.Tensor
     first: Int32
     count: Int32
-    within: KvSpans | None
+    within: KvSpans | QSpans | None
 
     @staticmethod
     def of(
-        lists: BlockLists, place: tuple[Int32, Int32, Int32], within: KvSpans | None
+        lists: BlockLists, place: tuple[Int32, Int32, Int32], within: KvSpans | QSpans | None
     ) -> ListVisits:
-        """For the tile of queries at ``place`` (batch, head, tile); all lanes of a warp call it."""
+        """For the tile at ``place`` (batch, query head, tile); all lanes of a warp call it."""
         first, end = lists.begin[place], lists.end[place]
         if within is not None:
             # Entries fall: those above the bounds come first, those below last.
@@ -129,8 +140,74 @@ class ListVisits:
         visit = Visit.of(self.entries[self.first + index])
         if self.within is None:
             return visit
-        inside = (visit.block >= self.within.middle_begin) & (visit.block < self.within.middle_end)
-        return Visit(visit.block, cutlass.select_(inside, visit.whole, Int32(0)))
+        return visit.inside(self.within)
+
+    def following(self, index: Int32, _: Int32) -> Visit:
+        """Visit number ``index``."""
+        return self.at(index)
+
+
+@dataclass(frozen=True)
+class KeyRangeVisits:
+    """Visits of a tile of keys under a mask with affine ranges.
+
+    The ranges are of keys, for queries: so each block of queries is asked whether its runs hold the
+    tile, 32 blocks at a time, one a lane. All lanes of a warp call every method.
+    """
+
+    ranges: Ranges
+    inputs: tuple[Int32, ...]
+    place: tuple[Int32, tuple[Int32, Int32]]
+    tile: tuple[int, int]
+    within: QSpans
+
+    @property
+    def count(self) -> Int32:
+        """How many blocks of queries the tile visits."""
+        return _count_asked(self)
+
+    def following(self, _: Int32, previous: Int32) -> Visit:
+        """The visit after that of block ``previous`` (the first: ``within.end``), if there is."""
+        return _next_asked(self, previous)
+
+    def asked(self, block: Int32) -> tuple[Int32, Int32]:
+        """Whether a ``block`` of queries is visited, and whether it is whole: 0 or 1."""
+        tile_q, tile_kv = self.tile
+        key_tile, lengths = self.place
+        queries = block * tile_q, (block + 1) * tile_q
+        kept = whole = Int32(0)
+        for run in runs(self.ranges, self.inputs, queries, lengths, tile_kv, INT32):
+            run = Run(*map(Int32, run))
+            here = (key_tile >= run.begin) & (key_tile < run.end)
+            plain = (key_tile >= run.middle_begin) & (key_tile < run.middle_end)
+            kept = cutlass.select_(here, Int32(1), kept)
+            whole = cutlass.select_(plain, Int32(1), whole)
+        there = (block >= self.within.begin) & (block < self.within.end)
+        kept = cutlass.select_(there, kept, Int32(0))
+        return kept, Visit(block, whole).inside(self.within).whole
+
+
+@cute.jit
+def _count_asked(visits: KeyRangeVisits) -> Int32:
+    lane, found, top = cute.arch.lane_idx(), Int32(0), Int32(visits.within.end)
+    while top > visits.within.begin:
+        kept, _ = visits.asked(top - 1 - lane)
+        found = found + cute.arch.popc(cute.arch.vote_ballot_sync(kept != 0))
+        top = top - LANES
+    return found
+
+
+@cute.jit
+def _next_asked(visits: KeyRangeVisits, top: Int32) -> Visit:
+    lane = cute.arch.lane_idx()
+    kept, whole = visits.asked(top - 1 - lane)
+    kept, whole = (cute.arch.vote_ballot_sync(word != 0) for word in (kept, whole))
+    while (kept == 0) & (top > visits.within.begin):
+        top = top - LANES
+        kept, whole = visits.asked(top - 1 - lane)
+        kept, whole = (cute.arch.vote_ballot_sync(word != 0) for word in (kept, whole))
+    first = cute.arch.popc((kept & -kept) - 1)
+    return Visit(top - 1 - first, (whole >> first) & 1)
 
 
 @cute.jit

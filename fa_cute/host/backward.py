@@ -19,12 +19,14 @@ import torch
 from fa_cute.host import configs
 from fa_cute.host.compile import compiled
 from fa_cute.host.launch import Kernel
+from fa_cute.host.planning import visits_of
 from fa_cute.host.problem import kernel_ready
 from fa_cute.host.workspace import counter
 from fa_cute.plan import (
     BACKWARD,
     POSTPROCESS,
     PREPROCESS,
+    BwdConfig,
     BwdIo,
     Extra,
     Launch,
@@ -83,11 +85,17 @@ class Plans(NamedTuple):
 
 @functools.lru_cache(maxsize=1024)
 def plans_of(
-    forward: Plan, *, deterministic: bool, lse_gradient: bool, derivative: Graph | None = None
+    forward: Plan,
+    *,
+    deterministic: bool,
+    lse_gradient: bool,
+    derivative: Graph | None = None,
+    listed: tuple[int, int] | None = None,
 ) -> Plans:
     """The backward of the ``forward`` plan; ``lse_gradient``: lse has one too.
 
     ``derivative``: the forward's score_mod as ``mods/derivative.differentiate`` makes it.
+    ``listed``: the tile (queries, keys) of the lists that the call has, if any.
     """
     cut = forward.causal or any(forward.window)
     modified = forward.score_mod is not None or forward.mask_mod is not None
@@ -100,17 +108,32 @@ def plans_of(
         deterministic=deterministic,
         return_lse=False,
         sinks=False,
-        visits="bounds",
+        visits=_visits(forward, config, listed, deterministic),
     )
     # The passes around it know nothing of masks and mods: one kernel each for all of these.
     around = replace(
-        main, gqa_ratio=1, causal=False, window=(False, False), score_mod=None, mask_mod=None
+        main,
+        gqa_ratio=1,
+        causal=False,
+        window=(False, False),
+        score_mod=None,
+        mask_mod=None,
+        visits="bounds",
     )
     return Plans(
         replace(around, direction=PREPROCESS, return_lse=lse_gradient),
         main,
         replace(around, direction=POSTPROCESS, deterministic=False),
     )
+
+
+def _visits(
+    forward: Plan, config: BwdConfig, listed: tuple[int, int] | None, deterministic: bool
+) -> str:
+    """Where the main kernel's blocks of queries come from; turns are of bounds alone."""
+    if deterministic:
+        return "bounds"
+    return visits_of(forward.mask_mod, listed=listed == (config.tile_q, config.tile_kv))
 
 
 def backward(
@@ -127,6 +150,7 @@ def backward(
 
     ``saved.q`` and ``launch.scale`` are those the forward's kernel had, so the scale is positive.
     ``extra.gradients`` (fp32 sums, shaped like the captured tensors that get one) are added to.
+    ``extra.block_lists`` are read if the main plan says so.
     """
     q, k, v, out, lse = saved
     dout, dlse = gradients

@@ -62,10 +62,10 @@ class MaskBlocks:
     """A mask with its kept blocks, for any number of calls: ``attention(..., mask_mod=blocks)``.
 
     ``extents`` are the sizes it is for; ``batch`` and ``heads`` how many batches and heads have
-    lists of their own (1 stands for all). ``tile`` is (queries, keys). Query tile t of (b, h) has
-    list ``(b * heads + h) * query_tiles + t`` of ``by_query``, which goes from the last block of
-    keys to the first; key tile t has list ``(b * heads + h) * key_tiles + t`` of ``by_key``, from
-    the first tile of queries to the last (b and h are 0 where 1 stands for all). Causal and window
+    lists of their own (1 stands for all). ``tile`` is the forward's (queries, keys), ``key_tile``
+    the backward's. Tile t of queries of (b, h) has list ``(b * heads + h) * tiles + t`` of
+    ``by_query``, blocks of keys; tile t of keys likewise of ``by_key``, blocks of queries (b and h
+    are 0 where 1 stands for all). All lists go from the last block to the first. Causal and window
     are no part of it. Calling it calls the mask function.
     """
 
@@ -75,39 +75,51 @@ class MaskBlocks:
     batch: int
     heads: int
     tile: tuple[int, int]
+    key_tile: tuple[int, int]
     by_query: BlockLists
     by_key: BlockLists
     evaluated: bool
     _counts: list[TileCounts] = field(default_factory=list, repr=False)
-    _lists: dict[tuple[int, int], KernelLists] = field(default_factory=dict, repr=False)
+    _lists: dict[tuple, KernelLists] = field(default_factory=dict, repr=False)
 
     def __call__(self, b: Any, h: Any, q: Any, kv: Any) -> Any:
         return self.mask_mod(b, h, q, kv)
 
     @property
     def query_tiles(self) -> int:
-        """Tiles of queries a head."""
+        """Tiles of queries a head, in the forward."""
         return -(-self.extents.seqlen_q // self.tile[0])
 
     @property
     def key_tiles(self) -> int:
-        """Blocks of keys a head."""
+        """Blocks of keys a head, in the forward."""
         return -(-self.extents.seqlen_k // self.tile[1])
 
     def lists_for(self, batch: int, heads: int) -> KernelLists:
-        """The lists of ``by_query`` as a kernel reads them, for a call of these sizes."""
-        found = self._lists.get((batch, heads))
-        if found is None:
-            found = self._lists[batch, heads] = self._expanded(batch, heads)
-        return found
+        """The lists of ``by_query`` as a forward reads them, for a call of these sizes."""
+        return self._read(self.by_query, batch, heads, 1)
 
-    def _expanded(self, batch: int, heads: int) -> KernelLists:
-        offsets = self.by_query.offsets
-        shape = (self.batch, self.heads, self.query_tiles)
-        order = offsets.diff().view(shape).sort(dim=-1, stable=True).indices.int()
-        tables = (offsets[:-1].view(shape), offsets[1:].view(shape), order)
-        tables = (table.expand(batch, heads, -1) for table in tables)
-        return KernelLists(*tables, self.by_query.entries)
+    def key_lists_for(self, batch: int, heads: int, ratio: int) -> KernelLists:
+        """The lists of ``by_key`` as a backward reads them; ``ratio`` heads share a key head."""
+        return self._read(self.by_key, batch, heads, ratio)
+
+    def _read(self, lists: BlockLists, batch: int, heads: int, ratio: int) -> KernelLists:
+        key = lists is self.by_key, batch, heads, ratio
+        found = self._lists.get(key)
+        if found is None:
+            shape = self.batch, self.heads, -1
+            begin, end = (x.view(shape) for x in (lists.offsets[:-1], lists.offsets[1:]))
+            lengths = end - begin
+            if self.heads > 1:
+                lengths = lengths.view(self.batch, heads // ratio, ratio, -1).sum(2)
+            order = lengths.sort(dim=-1, stable=True).indices.int()
+            found = self._lists[key] = KernelLists(
+                begin.expand(batch, heads, -1),
+                end.expand(batch, heads, -1),
+                order.expand(batch, heads // ratio, -1),
+                lists.entries,
+            )
+        return found
 
     def counts(self) -> TileCounts:
         """How many tiles are empty, partial and full; waits for the device the first time."""
@@ -147,9 +159,10 @@ def plan_mask(
     mask_mod: ``(b, h, q, kv) -> bool``, or a ``BlockMask`` of FlexAttention for these sizes.
 
     B, H: batches and query heads (None for a mask that does not read b, or h); Sq, Sk: lengths.
-    ``device``: where the lists live, by default where the captured tensors are. The tile is that of
-    the kernel for ``head_dim``; ``tile=(queries, keys)`` sets it. The captured tensors are read
-    now: plan again when their contents change. The host waits for the device once.
+    ``device``: where the lists live, by default where the captured tensors are. The tiles are those
+    of the kernels for ``head_dim``, forward and backward; ``tile=(queries, keys)`` sets both. The
+    captured tensors are read now: plan again when their contents change. The host waits for the
+    device once.
 
     ValueError: negative sizes, an axis that the mask reads and that has no size, a captured tensor
     elsewhere or too small for an index.
@@ -167,21 +180,41 @@ def plan_mask(
             raise ValueError(f"{name} is {size!r}; it must be an integer, 0 or more")
     device = _device_of(traced, device)
     check_indexed(extents, "mask_mod", traced)
-    if tile is None:
-        config = configs.fwd_sm90(head_dim, head_dim, cut=False, modified=True)
-        tile = (config.tile_m, config.tile_n)
-    pair = isinstance(tile, tuple | list) and len(tile) == 2
-    if not pair or not all(isinstance(size, int) and size > 0 for size in tile):
-        raise ValueError(f"tile is {tile!r}; it must be two positive integers, (queries, keys)")
+    tiles = _tiles_of(head_dim, tile)
     own = extents.batch if "b" in reads else 1, extents.heads if "h" in reads else 1
     evaluates = False
     if extents.empty:
-        counts = (own[0] * own[1] * -(-n // size) for n, size in zip((Sq, Sk), tile, strict=True))
-        lists = tuple(_nothing(count, device) for count in counts)
+        rows = -(-Sq // tiles[0][0]), -(-Sk // tiles[1][1])
+        lists = tuple(_nothing(own[0] * own[1] * count, device) for count in rows)
     else:
         analysis = Analysis.of(traced, extents, device)
-        lists, evaluates = _Grid(traced, analysis, extents, *own, tile).lists(), analysis.opaque
-    return MaskBlocks(mask_mod, traced, extents, *own, tile, *lists, evaluates)
+        grids = [_Grid(traced, analysis, extents, *own, size) for size in dict.fromkeys(tiles)]
+        lists, evaluates = _lists(grids), analysis.opaque
+    return MaskBlocks(mask_mod, traced, extents, *own, *tiles, *lists, evaluates)
+
+
+def _tiles_of(head_dim: int, tile: tuple[int, int] | None) -> tuple[tuple[int, int], ...]:
+    """The tiles (queries, keys) of the forward and of the backward."""
+    if tile is None:
+        forward = configs.fwd_sm90(head_dim, head_dim, cut=False, modified=True)
+        backward = configs.bwd_sm90(head_dim, head_dim, cut=False, modified=True)
+        return (forward.tile_m, forward.tile_n), (backward.tile_q, backward.tile_kv)
+    pair = isinstance(tile, tuple | list) and len(tile) == 2
+    if not pair or not all(isinstance(size, int) and size > 0 for size in tile):
+        raise ValueError(f"tile is {tile!r}; it must be two positive integers, (queries, keys)")
+    return tuple(tile), tuple(tile)
+
+
+@torch.no_grad()
+def _lists(grids: list[_Grid]) -> tuple[BlockLists, BlockLists]:
+    """Both passes: by query tile of the first grid and by key tile of the last (or only) one."""
+    kinds = [grid.first_pass() for grid in grids]
+    count = torch.stack([(found == kind).sum() for found in kinds for kind in (PARTIAL, FULL)])
+    counts = count.view(-1, 2).tolist()  # the one wait
+    kept = [grid.kept(*found) for grid, *found in zip(grids, kinds, counts, strict=True)]
+    first, last = grids[0], grids[-1]
+    by_query = first.listed(kept[0], first.coarse, first.fine)
+    return by_query, last.listed(kept[-1].turned(), last.coarse[::-1], last.fine[::-1])
 
 
 def _nothing(lists: int, device: torch.device) -> BlockLists:
@@ -200,6 +233,19 @@ def _device_of(traced: Traced, device: torch.device | str | None) -> torch.devic
             f"a captured tensor of the mask_mod is on {home}, not on {device}: move it there"
         )
     return device
+
+
+class Kept(NamedTuple):
+    """Super-tiles: batch and head, row, column ``(kept,)``; kinds inside ``(kept, FAN, FAN)``."""
+
+    head: Tensor
+    row: Tensor
+    column: Tensor
+    kinds: Tensor
+
+    def turned(self) -> Kept:
+        """With columns for rows."""
+        return Kept(self.head, self.column, self.row, self.kinds.transpose(1, 2))
 
 
 @dataclass(frozen=True, eq=False)
@@ -223,12 +269,9 @@ class _Grid:
         """Super-tiles of queries and of keys."""
         return tuple(-(-n // FAN) for n in self.fine)
 
-    @torch.no_grad()
-    def lists(self) -> tuple[BlockLists, BlockLists]:
-        """Both passes: the kept blocks by query tile and by key tile."""
-        kinds = self.first_pass()
-        count = torch.stack([(kinds == kind).sum() for kind in (PARTIAL, FULL)])
-        partial, full = count.tolist()  # the one wait
+    def kept(self, kinds: Tensor, counts: list[int]) -> Kept:
+        """The ``counts`` (partial, full) super-tiles of ``kinds`` that are kept."""
+        partial, full = counts
         capacity = (partial + full) * FAN * FAN
         if capacity >= 2**31:
             raise ValueError(
@@ -237,17 +280,7 @@ class _Grid:
             )
         at = torch.cat([_compact(kinds == PARTIAL, partial), _compact(kinds == FULL, full)])
         place = self.placed(at)
-        inner = self.second_pass(place, partial)
-        return (
-            self.listed(place, inner, self.coarse, self.fine, descending=True),
-            self.listed(
-                (place[0], place[2], place[1]),
-                inner.transpose(1, 2),
-                self.coarse[::-1],
-                self.fine[::-1],
-                descending=False,
-            ),
-        )
+        return Kept(*place, self.second_pass(place, partial))
 
     def first_pass(self) -> Tensor:
         """Kinds of the super-tiles, flat over (batch, heads, queries, keys)."""
@@ -293,30 +326,19 @@ class _Grid:
             return evaluated(self.traced, tiles, self.tile)
         return self.analysis.visible(tiles)
 
-    def listed(
-        self,
-        place: tuple[Tensor, Tensor, Tensor],
-        inner: Tensor,
-        coarse: tuple[int, int],
-        fine: tuple[int, int],
-        *,
-        descending: bool,
-    ) -> BlockLists:
-        """Lists for the first axis of ``inner (kept, FAN, FAN)``, holding tiles of the second.
+    def listed(self, kept: Kept, coarse: tuple[int, int], fine: tuple[int, int]) -> BlockLists:
+        """A list for each row of ``kept``, of its columns from the last to the first.
 
         Super-tiles are sorted by row and then by column; the slot of each tile then follows from
         counts alone, so no tile is sorted.
         """
-        head, row, column = place
+        head, row, column, inner = kept
         device, (rows, columns) = head.device, coarse
         row = head * rows + row
-        key = row * columns + (columns - 1 - column if descending else column)
-        order = key.argsort()
-        row, column, inner = row[order], column[order], inner[order]
+        order = (row * columns + (columns - 1 - column)).argsort()
+        row, column, inner = row[order], column[order], inner[order].flip(2)
         fan = torch.arange(FAN, device=device)
-        block = column[:, None] * FAN + fan
-        if descending:
-            block, inner = block.flip(1), inner.flip(2)
+        block = (column[:, None] * FAN + fan).flip(1)
         lists = self.batch * self.heads * rows
         widths = torch.zeros(lists, dtype=torch.int64, device=device)
         widths.index_add_(0, row, torch.ones_like(row))

@@ -136,10 +136,14 @@ def takes_lists(graph: Graph) -> bool:
 
 def _visits(mods: Mods, config: FwdConfig) -> str:
     """Where the visited blocks come from; lists of another tile than the kernel's are not read."""
-    if mods.mask_mod is None:
-        return "bounds"
-    graph = mods.mask_mod.graph
     listed = mods.blocks is not None and mods.blocks.tile == (config.tile_m, config.tile_n)
+    return visits_of(mods.mask_mod and mods.mask_mod.graph, listed=listed)
+
+
+def visits_of(graph: Graph | None, *, listed: bool) -> str:
+    """``Plan.visits`` under the mask_mod ``graph``; ``listed``: there are lists for the tile."""
+    if graph is None:
+        return "bounds"
     if listed and takes_lists(graph):
         return "lists"
     return "bounds" if ranges_of(graph) is None else "ranges"
