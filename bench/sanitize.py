@@ -4,19 +4,23 @@
     compute-sanitizer --tool memcheck --kernel-name kns=FwdSm90 python3 -m bench.sanitize
 
 Each launch is a few tiles, ragged at every edge, and its result is held against the oracle. The
-kernels are those of the gpu tier, so that none compiles under the sanitizer.
+kernels are those of the gpu tier, so that none compiles under the sanitizer. With
+``FA_CUTE_TARGET=sm_100@sm_90a`` they are Blackwell's, hosted (``kns=FwdSm100``).
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 
 import torch
 
 import fa_cute
+from fa_cute.host.target import is_hosted
 from tests.gpu.configurations import (
     HEAD_DIMS,
+    HOSTED,
     MASKS,
     MODS,
     PLAIN,
@@ -25,10 +29,12 @@ from tests.gpu.configurations import (
     WIDE_MODS,
     WINDOWS,
     Configuration,
+    variant,
 )
 from tests.gpu.judging import DEVICE, arguments, call, inputs, planned
 
-KINDS: dict[str, tuple[Configuration, tuple[int, int], dict]] = {
+Kinds = dict[str, tuple[Configuration, tuple[int, int], dict]]
+KINDS: Kinds = {
     "full d128": (PLAIN["d128-bf16-full-3"], (200, 300), {}),
     "causal d128": (PLAIN["d128-bf16-causal-4"], (300, 300), {}),
     "full d64": (PLAIN["d64-bf16-full-8"], (65, 257), {}),
@@ -56,6 +62,23 @@ KINDS: dict[str, tuple[Configuration, tuple[int, int], dict]] = {
     "mask, lists of nothing": (MASKS["apart"], (200, 300), {}),
     "sinks": (SINKS["128-causal"], (300, 200), {}),
 }
+# A hosted product is one warp's: few blocks, but each role's loop turns twice and a tile follows.
+HOSTED_KINDS: Kinds = {
+    "full d128": (HOSTED["128-full"], (200, 300), {}),
+    "causal d128": (HOSTED["128-causal"], (300, 300), {}),
+    "causal d64, rows without keys": (HOSTED["64-causal"], (300, 100), {}),
+    "window": (HOSTED["64-window"], (300, 300), {"window": (70, 20)}),
+    "left": (HOSTED["64-left"], (300, 400), {"window": (64, None)}),
+    "d96": (HOSTED["96-full"], (65, 257), {}),
+    "d192/128": (HOSTED["192-128-causal"], (300, 300), {}),
+    "d256": (HOSTED["256-causal"], (300, 300), {}),
+    "padded d72/200": (HOSTED["72-200"], (129, 200), {}),
+    "sinks": (HOSTED["sinks"], (129, 200), {}),
+    "diagonal": (HOSTED["tight_diagonal"], (129, 200), {}),
+    "both mods": (HOSTED["both"], (129, 200), {}),
+    "d256, both mods": (HOSTED["256-both"], (129, 200), {}),
+    "table": (variant("t5_relative_bias"), (129, 200), {}),
+}
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -64,7 +87,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("words", nargs="*", help="choose kinds by a part of the name")
     words = parser.parse_args(argv).words
     wrong = 0
-    for name, (configuration, lengths, run_time) in KINDS.items():
+    kinds = HOSTED_KINDS if is_hosted(os.environ.get("FA_CUTE_TARGET", "")) else KINDS
+    for name, (configuration, lengths, run_time) in kinds.items():
         if words and not any(word in name for word in words):
             continue
         x = inputs(configuration, lengths, batch=1, heads_k=2)

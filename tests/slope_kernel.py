@@ -6,10 +6,7 @@ Compiled on any host and kept in FA_CUTE_CACHE_DIR, as ``tile_kernel`` is.
 from __future__ import annotations
 
 import hashlib
-import os
-import subprocess
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,7 +16,7 @@ from fa_cute.mods.derivative import differentiable, differentiate
 from fa_cute.mods.derived import taught
 from fa_cute.mods.graph import Captured, Graph
 from fa_cute.mods.trace import trace_score_mod
-from tests.tile_kernel import DEVICE, ROOT, ROWS, _folder
+from tests.tile_kernel import DEVICE, ROOT, ROWS, _folder, keep
 
 TILE_Q = 64
 
@@ -33,7 +30,7 @@ def build(score_mod: Callable) -> Callable:
         digest.update((ROOT / path).read_bytes())
     path = _folder() / f"{digest.hexdigest()[:24]}.so"
     if not path.exists():
-        _compile(graph, path)
+        keep(compiled(graph), path)
     return launch.load(path)
 
 
@@ -90,15 +87,6 @@ def compiled(graph: Graph, options: str = "") -> Any:
     options = f"--enable-tvm-ffi --gpu-arch sm_90a {options}"
     kernel = SlopeKernel(graph, TILE_Q)
     return cute.compile(kernel, *arguments, options=options, no_jit_engine=True)
-
-
-def _compile(graph: Graph, path: Path) -> None:
-    unlinked = path.with_suffix(f".{os.getpid()}.o")
-    compiled(graph).export_to_c(object_file_path=str(unlinked), function_name=launch.SYMBOL)
-    linked = unlinked.with_suffix(".linked")
-    subprocess.run(["cc", "-shared", "-o", linked, unlinked], check=True)
-    unlinked.unlink()
-    linked.rename(path)
 
 
 assert ROWS == TILE_Q, "the kernel's tiles are square, so that lengths fit either way"

@@ -145,7 +145,11 @@ def compiled(
 def _compile(
     traces: Sequence[Traced], kinds: Sequence[str], tile_n: int, transposed: bool, path: Path
 ) -> None:
-    function = compiled(traces, kinds, tile_n, transposed=transposed)
+    keep(compiled(traces, kinds, tile_n, transposed=transposed), path)
+
+
+def keep(function: Any, path: Path) -> None:
+    """Export what the compiler made, link it, and publish it as ``path``."""
     unlinked = path.with_suffix(f".{os.getpid()}.o")
     function.export_to_c(object_file_path=str(unlinked), function_name=launch.SYMBOL)
     linked = unlinked.with_suffix(".linked")
