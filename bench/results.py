@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-PATHS = ("--out", "--nvcc", "--cutlass", "--fa3-source")
+PATHS = ("--out", "--cuobjdump", "--nvcc", "--cutlass", "--fa3-source")
 FOLDER = Path(__file__).parent / "results"
 
 

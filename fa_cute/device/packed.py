@@ -18,7 +18,7 @@ from typing import Any
 
 import cutlass.cute as cute
 from cutlass import Float32
-from cutlass._mlir.dialects import arith, math, nvvm
+from cutlass._mlir.dialects import arith, llvm, math, nvvm
 from cutlass._mlir.extras import types
 
 from fa_cute.device import emit
@@ -67,7 +67,7 @@ class Pairs:
 
     def exp2(self, x: Value, degree: int) -> Value:
         """2^x of a pair, x < 128, exactly 0 for x <= -127, by the polynomial of ``degree``."""
-        x = arith.maxnumf(x, emit.like(x, SMALLEST))
+        x = llvm.intr_maxnum(x, emit.like(x, SMALLEST))
         rounder = emit.like(x, ROUNDER)
         shifted = self.add_down(x, rounder)
         f = arith.subf(x, arith.subf(shifted, rounder))
