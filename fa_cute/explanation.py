@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
-from fa_cute import cpu
+from fa_cute import cpu, model
 from fa_cute.host import cache, compile, configs
 from fa_cute.host.blocks import MaskBlocks, plan_mask
 from fa_cute.host.given_mask import as_mask_mod
@@ -17,7 +18,7 @@ from fa_cute.host.problem import Problem, described, layout_is_ready
 from fa_cute.host.target import current_target
 from fa_cute.mods.affine import ranges_of
 from fa_cute.mods.intervals import EMPTY
-from fa_cute.plan import Plan, register_pool
+from fa_cute.plan import FwdConfig, FwdSm100Config, Plan, register_pool
 from fa_cute.spans import kv_spans
 from fa_cute.tilemap import text, write_png
 
@@ -112,26 +113,39 @@ def _cpu_lines(problem: Problem) -> Iterator[str]:
 
 
 def _plan_lines(plan: Plan) -> Iterator[str]:
-    config = plan.config
     key = compile.key_of(compile.key_parts(plan))
-    registers = 128 * (config.producer_registers + config.consumers * config.consumer_registers)
-    pool = register_pool(128 * (1 + config.consumers))
     yield f"kernel: {plan.direction} for {plan.target}, key {key}"
-    yield (
-        f"tile: {config.tile_m} queries x {config.tile_n} keys, {config.consumers} consumer "
-        f"warpgroups, {config.kv_stages} stages of K and of V, {config.q_stages} of Q"
-        + (f"; {plan.gqa_ratio} query heads share a tile" if config.packed else "")
-    )
-    yield "why: " + next(row.why for row in configs.FWD_SM90 if row.config is config)
-    yield (
-        f"registers: {config.producer_registers} a producer's thread, "
-        f"{config.consumer_registers} a consumer's; {registers} of {pool} of the CTA"
-    )
+    tile, registers = (_hopper if isinstance(plan.config, FwdConfig) else _blackwell)(plan.config)
+    yield tile + (f"; {plan.gqa_ratio} query heads share a tile" if plan.few_queries else "")
+    yield f"why: {configs.why(plan.config)}"
+    yield registers
     yield f"cache: {_cache_state(plan, key)}"
     yield (
         "another kernel: for another dtype, head dim, ratio of heads, causal, side of the window, "
         "mod or number that it captures, lse or sinks or not; none for lengths, batch, strides, "
         "scale, sizes of the window or contents of captured tensors"
+    )
+
+
+def _hopper(config: FwdConfig) -> tuple[str, str]:
+    registers = 128 * (config.producer_registers + config.consumers * config.consumer_registers)
+    return (
+        f"tile: {config.tile_m} queries x {config.tile_n} keys, {config.consumers} consumer "
+        f"warpgroups, {config.kv_stages} stages of K and of V, {config.q_stages} of Q",
+        f"registers: {config.producer_registers} a producer's thread, "
+        f"{config.consumer_registers} a consumer's; {registers} of "
+        f"{register_pool(128 * (1 + config.consumers))} of the CTA",
+    )
+
+
+def _blackwell(config: FwdSm100Config) -> tuple[str, str]:
+    return (
+        f"tile: {config.tile_m} queries x {config.tile_n} keys, {config.q_tiles} softmax "
+        f"warpgroups of one row a thread, {config.k_stages} stages of K, {config.v_stages} of V, "
+        f"{config.s_stages} of S a tile",
+        f"registers: {config.softmax_registers} a softmax thread, {config.correction_registers} a "
+        f"correction's, {config.issue_registers} of those that load and multiply; "
+        f"{config.registers} of {register_pool(config.threads)} of the CTA",
     )
 
 
@@ -164,13 +178,14 @@ def _work_lines(
     begin, end = (torch.tensor([getattr(s, side) for s in spans]) for side in ("begin", "end"))
     at = torch.arange(blocks)
     visited = (at >= begin[:, None]) & (at < end[:, None])
+    bounded = visited.double().mean().item()
     if kinds is not None and (plan is None or plan.visits != "bounds"):
         visited = visited & (kinds.cpu() != EMPTY)
     share = visited.double().mean().item()
     tiles = problem.batch * problem.heads_q * len(spans) * blocks
     flops = 2 * share * tiles * rows * columns * (problem.head_dim + problem.head_dim_v)
     said = f"work: {share:.1%} of all tiles is visited, {flops:.4g} FLOP"
-    if plan is not None:
+    if plan is not None and isinstance(plan.config, FwdConfig):
         width = min(MEASURED, key=lambda dim: abs(dim - problem.head_dim))
         rate = MEASURED[width]
         said += (
@@ -178,6 +193,35 @@ def _work_lines(
             f"dim {width} reaches on an H200"
         )
     yield said
+    if plan is not None and isinstance(plan.config, FwdSm100Config):
+        yield from _model_lines(plan, problem, flops, share / bounded)
+
+
+def _model_lines(plan: Plan, problem: Problem, flops: float, kept: float) -> Iterator[str]:
+    """Cycles on paper of a block, and time of a call; ``kept``: what a mask leaves of the tiles."""
+    c = plan.config
+    block = model.cycles(c, plan.width, plan.width_v, target=plan.target)
+    bare = model.cycles(replace(c, emulated=0), plan.width, plan.width_v, target=plan.target)
+    spared = model.rescaling(c, plan.width_v)
+    yield (
+        f"model: a block of {c.tile_m} x {c.tile_n} takes {block.products:.0f} cycles of products, "
+        f"{block.shared:.0f} of shared memory, {block.exponentials:.0f} of exponentials, "
+        f"{block.fp32:.0f} of fp32 and {block.other:.0f} of other arithmetic: bound by "
+        f"{block.bound}"
+    )
+    yield (
+        f"model: emulating {c.emulated} of 16 pairs takes off "
+        f"{bare.exponentials - block.exponentials:.0f} cycles of exponentials for "
+        f"{block.fp32 - bare.fp32:.0f} of fp32; conditional rescaling {spared.fp32:.0f} of fp32 "
+        f"and {spared.accesses} accesses of tensor memory where no row rises by 8"
+    )
+    tiles = [max(tile) for tile in model.tiles(plan, problem.bounds)]
+    everywhere = kept * problem.batch * problem.heads_q * sum(tiles) / model.SMS
+    seconds = max(everywhere, kept * max(tiles)) / model.CLOCK
+    yield (
+        f"model: at least {1e3 * seconds:.3g} ms, at most {flops / seconds / 1e12:.0f} TFLOP/s, on "
+        f"{model.SMS} SMs at {model.CLOCK / 1e9:.2f} GHz; mods not counted, nothing measured"
+    )
 
 
 def _map_lines(blocks: MaskBlocks, plan: Plan | None, plot: str | Path | None) -> Iterator[str]:

@@ -2,12 +2,16 @@
 
 For M query rows a CTA, N keys, head dims D and Dv, on one SM of a B200, per block:
 
-    products   M N (D + Dv) / 4096        4,096 multiply-adds a clock, dense 16-bit
-    smem       bytes / 128                Q and K read by S = Q K^T, V by P V; P comes from
-                                          tensor memory
-    MUFU       M N (1 - emulated) / 16    exponentials a clock
+    products       M N (D + Dv) / 4096     4,096 multiply-adds a clock, dense 16-bit
+    shared         bytes / 128             Q and K read by S = Q K^T, V by P V; P comes from
+                                           tensor memory
+    exponentials   M MUFU's / 16           32 on an SM of sm_103
+    fp32           M pairs 2 / 128         packed multiply-adds and additions of a row
+    other          M others / 64           maxima, conversions, integers, comparisons of a row
 
-The largest bounds the kernel. Rates are the FlashAttention-4 paper's; nothing here is measured.
+A row's counts are those of ``Body``, which ``expected`` sums up to a kernel's text: the tests hold
+that against what the compiler made. The largest bounds the kernel. The first three rates are the
+FlashAttention-4 paper's, the others CUDA's for sm_90; nothing here is measured.
 """
 
 from __future__ import annotations
@@ -15,19 +19,57 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from fa_cute.plan import FwdSm100Config, Plan
+from fa_cute.spans import Bounds, kv_spans
 
 MULTIPLY_ADDS = 4096  # a clock and SM
 SHARED_BYTES = 128
-EXPONENTIALS = 16
+EXPONENTIALS = {"sm_100a": 16, "sm_103a": 32}
+FP32 = 128
+OTHERS = 64
 ROWS = 128  # of one product
+PIECE = 32  # columns of tensor memory an access moves
+SMS, TFLOPS = 148, 2250  # a B200, dense 16-bit
+CLOCK = TFLOPS * 1e12 / (2 * MULTIPLY_ADDS * SMS)  # 1.86 GHz
+
+
+class Body(NamedTuple):
+    """Instructions of a softmax thread, which has one row, for one block of keys."""
+
+    exponentials: int
+    multiply_adds: int
+    adds: int
+    maxima: int
+    conversions: int
+    integers: int
+    comparisons: int
+
+
+def body(config: FwdSm100Config, *, first: bool = False, bounds: int = 0) -> Body:
+    """The counts for a row of the table; ``bounds`` are compared with every score, in edges.
+
+    A tile's ``first`` block has no maximum before it, so no factor on O.
+    """
+    pairs, factor = config.tile_n // 2, int(not first)
+    emulated = sum(i * config.emulated % 16 < config.emulated for i in range(pairs))
+    return Body(
+        exponentials=2 * (pairs - emulated) + factor,
+        multiply_adds=pairs + config.degree * emulated,
+        adds=pairs - 1 + 3 * emulated,
+        maxima=pairs + 3 + factor + 2 * emulated,
+        conversions=pairs,
+        integers=2 * emulated,
+        comparisons=2 * bounds * config.tile_n,
+    )
 
 
 class Cycles(NamedTuple):
-    """Cycles of each unit for one block, and the multiply-adds of the block."""
+    """Cycles of each unit."""
 
     products: float
     shared: float
     exponentials: float
+    fp32: float
+    other: float
 
     @property
     def bound(self) -> str:
@@ -40,39 +82,91 @@ class Cycles(NamedTuple):
         return self.products / max(self)
 
 
-def cycles(config: FwdSm100Config, width: int, width_v: int, emulated: int | None = None) -> Cycles:
-    """The model for a row of the table; ``emulated`` of 16 pairs, the row's own by default."""
-    m, n = config.tile_m, config.tile_n
-    share = (config.emulated if emulated is None else emulated) / 16
+def cycles(
+    config: FwdSm100Config,
+    width: int,
+    width_v: int,
+    *,
+    bounds: int = 0,
+    target: str = "sm_100a",
+) -> Cycles:
+    """One block of keys in one CTA: all its tiles of queries."""
+    m, n, row = config.tile_m, config.tile_n, body(config, bounds=bounds)
     of_q, of_k, of_v = ROWS * width * 2, n * width * 2, n * width_v * 2
+    # The factor on O is one exponential and one maximum a row, in a tail that hides.
+    others = row.maxima - 1 + row.conversions + row.integers + row.comparisons
     return Cycles(
         m * n * (width + width_v) / MULTIPLY_ADDS,
         config.q_tiles * (of_q + of_k + of_v) / SHARED_BYTES,
-        m * n * (1 - share) / EXPONENTIALS,
+        m * (row.exponentials - 1) / EXPONENTIALS[target],
+        m * 2 * (row.multiply_adds + row.adds) / FP32,
+        m * others / OTHERS,
     )
 
 
+class Rescaling(NamedTuple):
+    """What a block costs the correction where every row is rescaled: cycles, accesses a thread."""
+
+    fp32: float
+    accesses: int
+
+
+def rescaling(config: FwdSm100Config, width_v: int) -> Rescaling:
+    """What conditional rescaling takes off a block in which no row rises by 8."""
+    return Rescaling(config.tile_m * width_v / FP32, 2 * config.q_tiles * width_v // PIECE)
+
+
+def tiles(plan: Plan, bounds: Bounds) -> list[Cycles]:
+    """Each tile of queries of a head: all blocks of keys that it visits; mods are not counted."""
+    c = plan.config
+    middle, edge = (
+        cycles(c, plan.width, plan.width_v, bounds=compared, target=plan.target)
+        for compared in (0, 1 + plan.window[0])
+    )
+    found = []
+    for q in range(0, bounds.seqlen_q, c.tile_m):
+        spans = kv_spans(bounds, q, q + c.tile_m, c.tile_n)
+        whole = spans.middle_end - spans.middle_begin
+        rest = spans.end - spans.begin - whole
+        found.append(Cycles(*(whole * a + rest * b for a, b in zip(middle, edge, strict=True))))
+    return found
+
+
 class Counts(NamedTuple):
-    """Instructions of a kernel's text: products, hardware exponentials, packed multiply-adds."""
+    """Instructions of a kernel's text: products, and what softmax and correction compute."""
 
     products: int
     exponentials: int
-    packed: int
+    multiply_adds: int
+    adds: int
+    multiplies: int
+    maxima: int
+    conversions: int
+    loads: int
+    stores: int
 
 
 def expected(plan: Plan) -> Counts:
     """What the text of ``plan``'s kernel holds, without mods or sinks.
 
     S before the loop, P V and S in it, P V behind it; a softmax body for the first block, one for
-    each kind of block after it, with one exponential more for the factor on O.
+    each kind of block after it; for each tile one rescaling of O and one division of it.
     """
     c = plan.config
     s, pv = plan.width // 16, c.tile_n // 16
-    bodies = 2 + (plan.causal or plan.window[1]) + plan.window[0]
-    pairs = [i * c.emulated % 16 < c.emulated for i in range(c.tile_n // 2)]
-    hardware = 2 * (len(pairs) - sum(pairs))
+    first, later = body(c, first=True), body(c)
+    kinds = 1 + (plan.causal or plan.window[1]) + plan.window[0]
+    row = Body(*(a + kinds * b for a, b in zip(first, later, strict=True)))
+    o = c.q_tiles * plan.width_v
+    pieces = (1 + kinds) * c.tile_n // PIECE
     return Counts(
-        c.q_tiles * 2 * (s + pv),
-        bodies * hardware + bodies - 1,
-        bodies * (len(pairs) + c.degree * sum(pairs)),
+        products=c.q_tiles * 2 * (s + pv),
+        exponentials=row.exponentials,
+        multiply_adds=row.multiply_adds,
+        adds=row.adds,
+        multiplies=2 * o // 2,
+        maxima=row.maxima,
+        conversions=row.conversions + o // 2,
+        loads=pieces + 2 * o // PIECE,
+        stores=pieces + o // PIECE,
     )

@@ -103,6 +103,17 @@ class FwdSm100Config:
         """Query rows a CTA."""
         return 128 * self.q_tiles
 
+    @property
+    def threads(self) -> int:
+        """Of a CTA: a softmax warpgroup a tile, the correction's and the issuing one."""
+        return 128 * (2 + self.q_tiles)
+
+    @property
+    def registers(self) -> int:
+        """What all warpgroups of a CTA ask for."""
+        others = self.correction_registers + self.issue_registers
+        return 128 * (self.q_tiles * self.softmax_registers + others)
+
 
 FORWARD, BACKWARD = "forward", "backward"
 PREPROCESS, POSTPROCESS = "backward-preprocess", "backward-postprocess"

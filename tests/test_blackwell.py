@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+import fa_cute
 from fa_cute import model
 from fa_cute.configuration import Configuration
 from fa_cute.device import tmem
 from fa_cute.host import compile as compiling
 from fa_cute.host.configs import FWD_SM100
 from fa_cute.kernels import fwd_sm100
-from fa_cute.plan import Plan
+from fa_cute.plan import Plan, register_pool
+from fa_cute.spans import Bounds
 
 ROWS = list(dict.fromkeys(row.head_dims for row in FWD_SM100))
 
@@ -33,8 +36,18 @@ def plan(head_dims: tuple[int, int], target: str = "sm_100a", **options: Any) ->
 
 def counted(ptx: str) -> model.Counts:
     """The instructions of a kernel's text that the model speaks of."""
-    wanted = (r"\btcgen05\.mma", r"\bex2\.approx", r"\bfma\.rn\.f32x2")
-    return model.Counts(*(len(re.findall(pattern, ptx)) for pattern in wanted))
+    wanted = model.Counts(
+        products=r"tcgen05\.mma",
+        exponentials=r"ex2\.approx",
+        multiply_adds=r"fma\.rn\.f32x2",
+        adds=r"(?:add|sub)(?:\.r[nm])?\.f32x2",
+        multiplies=r"mul(?:\.rn)?\.f32x2",
+        maxima=r"max\.f32",
+        conversions=r"cvt\.rn\.bf16x2\.f32",
+        loads=r"tcgen05\.ld\.",
+        stores=r"tcgen05\.st\.",
+    )
+    return model.Counts(*(len(re.findall(rf"\b{pattern}", ptx)) for pattern in wanted))
 
 
 @pytest.mark.parametrize("head_dims", ROWS, ids=str)
@@ -45,7 +58,8 @@ def test_ledgers(head_dims: tuple[int, int]) -> None:
     ends = [r.first + r.count for r in ranges]
     assert [r.first for r in ranges] == [0, *ends[:-1]]
     assert sum(r.count for r in ranges) <= tmem.COLUMNS
-    assert fwd_sm100.topology(own).threads == 128 * (2 + own.config.q_tiles)
+    assert fwd_sm100.topology(own).threads == own.config.threads
+    assert own.config.registers <= register_pool(own.config.threads)
 
 
 def test_two_tiles_of_128_take_every_column() -> None:
@@ -68,10 +82,70 @@ def test_an_alias_must_fit() -> None:
 
 def test_the_papers_cycles() -> None:
     """FA4's figures for 128^3, and for 256 x 128^2: without emulation."""
-    config = plan((128, 128)).config
-    two = model.cycles(config, 128, 128, emulated=0)
+    config = replace(plan((128, 128)).config, emulated=0)
+    two = model.cycles(config, 128, 128)
     assert two[:3] == (2048, 1536, 2048)
-    assert tuple(x / 2 for x in two) == (1024, 768, 1024)
+    assert tuple(x / 2 for x in two[:3]) == (1024, 768, 1024)
+
+
+# Head dims: cycles of products, shared memory, MUFU, fp32, other arithmetic; what bounds.
+DOCUMENTED = {
+    (64, 64): (1024, 768, 1536, 892, 780, "exponentials"),
+    (96, 96): (1536, 1152, 1664, 796, 716, "exponentials"),
+    (128, 128): (2048, 1536, 1792, 700, 652, "products"),
+    (192, 128): (2560, 2048, 1792, 700, 652, "products"),
+    (256, 256): (1536, 1280, 768, 190, 198, "products"),
+}
+
+
+def test_every_row_is_documented() -> None:
+    """The table of docs/blackwell.md is the model's, row by row."""
+    text = (Path(__file__).parent.parent / "docs" / "blackwell.md").read_text().splitlines()
+    for row in FWD_SM100:
+        found = model.cycles(row.config, *row.head_dims)
+        assert (*found, found.bound) == DOCUMENTED[row.head_dims]
+        cells = " | ".join(f"{number:.0f}" for number in found)
+        ends = f"{found.bound} | {found.share:.0%} |".replace("%", " %")
+        title = f"| {row.head_dims[0]}, {row.head_dims[1]} |"
+        assert any(
+            line.startswith(title) and line.endswith(f"| {cells} | {ends}") for line in text
+        )
+
+
+def test_a_tile_is_the_sum_of_its_blocks() -> None:
+    """1,024 queries and keys, causal: tiles of 256 see 2, 4, 6 and 8 blocks, two of them edges."""
+    own = plan((128, 128), causal=True)
+    block, edge = (model.cycles(own.config, 128, 128, bounds=n) for n in (0, 1))
+    tiles = model.tiles(own, Bounds(1024, 1024, right=0))
+    assert [tile.products for tile in tiles] == [n * block.products for n in (2, 4, 6, 8)]
+    assert [tile.other for tile in tiles] == [
+        n * block.other + 2 * edge.other for n in (0, 2, 4, 6)
+    ]
+
+
+def test_explain_prints_the_model() -> None:
+    """S8k, full: products bound a block, so all of a B200's rate is left."""
+    q = torch.empty(2, 8192, 16, 128, dtype=torch.bfloat16)
+    text = fa_cute.explain(q, q, q, target="sm_100a")
+    assert "256 queries x 128 keys, 2 softmax warpgroups" in text
+    assert "192 a softmax thread, 72 a correction's" in text and "65536 of 65536" in text
+    assert "2048 cycles of products, 1536 of shared memory, 1792 of exponentials" in text
+    assert "emulating 2 of 16 pairs takes off 256 cycles of exponentials for 192 of fp32" in text
+    assert "conditional rescaling 256 of fp32 and 16 accesses" in text
+    assert "at most 2250 TFLOP/s" in text and "on an H200" not in text
+
+
+def test_explain_prints_what_bounds_a_call() -> None:
+    """Exponentials at head dim 64, twice as fast on sm_103; few tiles leave SMs without work."""
+    q = torch.empty(1, 4096, 148, 64, dtype=torch.bfloat16)
+    assert "bound by exponentials" in (text := fa_cute.explain(q, q, q, target="sm_100a"))
+    assert "at most 1500 TFLOP/s" in text
+    text = fa_cute.explain(q, q, q, target="sm_103a")
+    assert "emulating 0 of 16" in text and "at most 2250 TFLOP/s" in text
+    text = fa_cute.explain(q[:, :, :1], q[:, :, :1], q[:, :, :1], target="sm_100a")
+    assert "at most 162 TFLOP/s" in text  # 16 tiles
+    text = fa_cute.explain(q, q, q, causal=True, window=(256, None), target="sm_103a")
+    assert "bound by products" in text and "model: at least" in text
 
 
 @pytest.mark.compile

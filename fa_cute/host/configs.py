@@ -13,6 +13,8 @@ and of V.
 
 from __future__ import annotations
 
+from dataclasses import replace
+from itertools import chain
 from typing import NamedTuple
 
 from fa_cute.plan import BwdConfig, FwdConfig, FwdSm100Config
@@ -214,6 +216,28 @@ def _first(
         and all(d <= most for d, most in zip(head_dims, row.head_dims, strict=True))
     ]
     return min(fitting, key=lambda row: row.head_dims).config
+
+
+def fwd_sm103(
+    head_dim: int, head_dim_v: int, *, cut: bool, modified: bool, dtype: str = "bfloat16"
+) -> FwdSm100Config:
+    """``fwd_sm100`` without emulation: MUFU of sm_103 gives twice the exponentials a clock."""
+    found = fwd_sm100(head_dim, head_dim_v, cut=cut, modified=modified, dtype=dtype)
+    return replace(found, emulated=0)
+
+
+def why(config: FwdConfig | FwdSm100Config) -> str:
+    """The reason of the row of a forward's ``config``, or of the row that it was made from."""
+    made = "packed" if isinstance(config, FwdConfig) else "emulated"
+    rows = (*FWD_SM90, *FWD_SM100)
+    exact = (row for row in rows if row.config is config)
+    near = (
+        row
+        for row in rows
+        if type(row.config) is type(config)
+        and row.config == replace(config, **{made: getattr(row.config, made)})
+    )
+    return next(chain(exact, near)).why
 
 
 class BwdRow(NamedTuple):

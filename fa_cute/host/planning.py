@@ -22,7 +22,7 @@ HOSTED = "sm_100@sm_90a"  # the kernel of sm_100 on a Hopper GPU: a test device
 CONFIGS = {
     "sm_90a": configs.fwd_sm90,
     "sm_100a": configs.fwd_sm100,
-    "sm_103a": configs.fwd_sm100,
+    "sm_103a": configs.fwd_sm103,
     HOSTED: configs.fwd_sm100,
 }
 MOD_NAMES = ("score_mod", "mask_mod")
