@@ -225,8 +225,8 @@ class BwdIo(NamedTuple):
 
     q, dout ``(B, Sq, Hq, ·)``; k, v, dk, dv ``(B, Sk, Hk, ·)``. From the preprocess: ``shift`` and
     ``delta`` ``(B, Hq, P)`` float32, P = Sq padded to whole blocks of ``tile_q``; ``sums``
-    ``(B, Hq, P, width)`` float32, dQ in fragment order; ``turns`` int32, one a block and
-    consumer warpgroup, ``(B, Hq, P / tile_q * consumers)``; None unless deterministic.
+    ``(B, Hq, P, width)`` float32, dQ in fragment order; ``turns`` int32, one a block,
+    ``(B, Hq, P / tile_q)``; None unless deterministic.
     """
 
     q: Any

@@ -81,10 +81,20 @@ def make_shared_mma(
     )
 
 
-def transposing_store(mma: cute.TiledMma, dtype: type) -> cute.TiledCopy:
-    """Accumulators of ``mma`` (m, n), rounded, to shared memory that holds (n, m) row-major."""
+def store_turned(
+    mma: cute.TiledMma, thread: cutlass.Int32, fragment: cute.Tensor, target: tuple
+) -> None:
+    """Write rounded values in an accumulator's order to memory that holds the tile transposed.
+
+    ``target``: the shape (m, n) of ``mma``'s tile, and memory of that shape whose m is contiguous.
+    """
+    shape, memory = target
     matrices = warp.StMatrix8x8x16bOp(transpose=True, num_matrices=4)
-    return cute.make_tiled_copy_C(cute.make_copy_atom(matrices, dtype), mma)
+    atom = cute.make_copy_atom(matrices, fragment.element_type)
+    store = cute.make_tiled_copy_C(atom, mma)
+    layout = cute.make_rmem_tensor(mma.partition_shape_C(shape), Float32).layout
+    source = store.retile(cute.make_tensor(fragment.iterator, layout))
+    cute.copy(store, source, store.get_slice(thread).partition_D(memory))
 
 
 def gemm(

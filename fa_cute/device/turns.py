@@ -1,7 +1,7 @@
 """Turns between CTAs: a counter in global memory says whose it is.
 
-Who has waited may read what was written before the turn was given, and add to it; one thread of a
-group that a barrier joins does both for all of them.
+Who has waited may read what was written before the turn was given, and add to it. One lane of a warp
+does both, for all of the CTA: its barriers, of narrower scope, hand on what this one has seen.
 """
 
 from __future__ import annotations
@@ -12,12 +12,18 @@ from cutlass import Int32
 
 @cute.jit
 def wait(counter: cute.Pointer, turn: Int32):
-    """Wait until ``counter`` is ``turn``."""
-    seen = Int32(cute.arch.load(counter, Int32, sem="acquire", scope="gpu"))
-    while seen != turn:
+    """Wait until ``counter`` is ``turn``; a warp calls it, and lane 0 has waited."""
+    if cute.arch.lane_idx() == 0:
         seen = Int32(cute.arch.load(counter, Int32, sem="acquire", scope="gpu"))
+        while seen != turn:
+            seen = Int32(cute.arch.load(counter, Int32, sem="acquire", scope="gpu"))
 
 
-def give(counter: cute.Pointer) -> None:
-    """Advance ``counter`` by one: what this group wrote before is visible to who waits for it."""
-    cute.arch.red(counter, Int32(1), op="add", dtype=Int32, sem="release", scope="gpu")
+@cute.jit
+def give(counter: cute.Pointer):
+    """Advance ``counter`` by one: what the CTA wrote before is visible to who waits for it.
+
+    A warp calls it, for all whose writes happened before.
+    """
+    if cute.arch.lane_idx() == 0:
+        cute.arch.red(counter, Int32(1), op="add", dtype=Int32, sem="release", scope="gpu")

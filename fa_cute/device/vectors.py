@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import cutlass.cute as cute
-from cutlass import Float32
+from cutlass import Float32, Int32, Int64
 from cutlass._mlir.dialects import llvm
 
 FLOATS = 4  # 16 bytes
@@ -31,3 +31,17 @@ def add_to(target: cute.Tensor, values: list[Float32]) -> None:
         is_align_stack=False,
         asm_dialect=llvm.AsmDialect.AD_ATT,
     )
+
+
+def add_parts(sums: cute.Tensor, place: tuple[Int32, int, Int32], values: cute.Tensor) -> None:
+    """Add a thread's ``values`` to its part of the compact fp32 ``sums``.
+
+    ``place``: the number of the group's part, the group's threads, the thread's number among them.
+    Vector j of thread t is number ``threads * j + t`` of the part: a warp adds to whole lines.
+    """
+    part, threads, thread = place
+    count = cute.size(values) // FLOATS
+    first = Int64(part) * (count * threads)
+    for j in range(count):
+        target = vector_of(sums, first + (j * threads + thread))
+        add_to(target, [values[FLOATS * j + k] for k in range(FLOATS)])

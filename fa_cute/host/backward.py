@@ -166,7 +166,7 @@ def backward(
     sums = torch.empty((*shape, rows, plans.main.width), dtype=torch.float32, device=q.device)
     turns = None
     if plans.main.deterministic:
-        turns = torch.empty((*shape, blocks * config.consumers), dtype=torch.int32, device=q.device)
+        turns = torch.empty((*shape, blocks), dtype=torch.int32, device=q.device)
     q, k, v, out, dout = (kernel_ready(x) for x in (q, k, v, out, dout))
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     if plans.preprocess.return_lse:

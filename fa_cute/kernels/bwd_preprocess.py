@@ -64,8 +64,8 @@ class BwdPreprocess:
         batch = number // x.blocks // x.heads
         self.clear(x.io.sums[batch, head, 0, None], block, thread)
         if const_expr(x.io.turns is not None):
-            if thread < self.plan.config.consumers:
-                x.io.turns[batch, head, block * self.plan.config.consumers + thread] = 0
+            if thread == 0:
+                x.io.turns[batch, head, block] = 0
         lane, first = thread % self.lanes, thread // self.lanes
         step = THREADS // self.lanes
         for i in cutlass.range_constexpr(-(-self.tile // step)):

@@ -13,8 +13,7 @@ operands of dV += P^T dO and dK += dS^T Q. Only dS passes through shared memory,
 Roles and rings are the tables of ``topology`` below; besides them:
 
     barrier 1        all consumers, once a block: dS is written
-    barriers 2, ...  one consumer warpgroup, before and after it adds dQ, if deterministic
-    those after      one consumer warpgroup, about the diagonals of mods in shared memory
+    barriers 2, ...  one consumer warpgroup, about the diagonals of mods in shared memory
 
 dS has a slot for each of Q's: a warpgroup writes it again only after the barrier of a later block,
 before which all others have multiplied it. Wide heads: all warpgroups have the same 64 keys, part
@@ -24,7 +23,8 @@ dQ is added to fp32 sums in the accumulator's order (see ``bwd_postprocess.py``)
 and reduction. Query heads of a key head follow each other in the same CTA: dK and dV are sums in
 registers. Deterministic: a block of queries counts the tiles of keys that have added to it; each
 waits for those of lower keys, whose CTAs come before it in the grid and so already run: none waits
-for ever. Blocks are visited from the last to the first, so that under a causal bound tile n is at
+for ever. Two warps of their own wait for turns, a block ahead, and give them on: their round trips to
+the L2 are beside the consumers' work, where they took 0.4 of the time. Blocks are visited from the last to the first, so that under a causal bound tile n is at
 each block one step, not two, behind tile n - 1.
 """
 
@@ -36,7 +36,7 @@ from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, const_expr
+from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import cpasync, warpgroup
 
 from fa_cute.device import epilogue, mask, mma_sm90, modifiers, score, softmax, turns, vectors
@@ -50,6 +50,7 @@ from fa_cute.spans import Arithmetic, Bounds, QSpans, q_spans, visible
 
 DTYPES = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16}
 ARITHMETIC = Arithmetic(cutlass.min, cutlass.max)
+LOADED = ("k", "v", "q", "do")  # the rings that TMA fills
 DS_READY = 1  # the named barrier of the consumers; 0 is the CTA's own
 
 
@@ -58,9 +59,13 @@ def topology(plan: Plan) -> Topology:
     c = plan.config
     q_bytes = c.tile_q * (plan.width * 2 + 4)
     do_bytes = c.tile_q * (plan.width_v * 2 + 4)
+    in_turn = (
+        RingSpec("turn", 2, 0, "load", "math", "the block's sums are this tile's to add to"),
+        RingSpec("added", 2, 0, "math", "load", "it has added", fills=4 * c.consumers, empties=1),
+    )
     return Topology(
         roles=(
-            Role("load", 1, c.producer_registers, 1, "TMA loads of K, V, Q and dO"),
+            Role("load", 1, c.producer_registers, 1 + 2 * plan.deterministic, "TMA; turns"),
             Role("math", c.consumers, c.consumer_registers, 4, "wgmma, P, dS, dQ, stores"),
         ),
         rings=(
@@ -68,6 +73,7 @@ def topology(plan: Plan) -> Topology:
             RingSpec("v", 1, c.tile_kv * plan.width_v * 2, "load", "math", "held likewise"),
             RingSpec("q", c.stages, q_bytes, "load", "math", "and shift; freed when dK is there"),
             RingSpec("do", c.stages, do_bytes, "load", "math", "and delta; freed when dV is there"),
+            *(in_turn if plan.deterministic else ()),
         ),
     )
 
@@ -263,10 +269,24 @@ class BwdSm90:
         if warp < 4:
             cute.arch.setmaxregister_decrease(self.topology.role("load").registers)
             if warp == 0:
-                self.load(x, self.topology.rings_of("producer", storage), buffers, place)
+                rings = self.topology.rings_from(storage, **dict.fromkeys(LOADED, "producer"))
+                self.load(x, rings, buffers, place)
+            if const_expr(self.plan.deterministic):
+                if warp == 1:
+                    rings = self.topology.rings_from(storage, turn="producer")
+                    self.await_turns(x, rings, place)
+                elif warp == 2:
+                    rings = self.topology.rings_from(storage, added="consumer")
+                    self.give_turns(x, rings, place)
         else:
             cute.arch.setmaxregister_increase(self.topology.role("math").registers)
-            self.math(x, self.topology.rings_of("consumer", storage), buffers, place)
+            rings = self.topology.rings_from(storage, **self.sides_of_math())
+            self.math(x, rings, buffers, place)
+
+    def sides_of_math(self) -> dict[str, str]:
+        """The rings of the consumers; in what they add they are the producers."""
+        in_turn = {"turn": "consumer", "added": "producer"} if self.plan.deterministic else {}
+        return dict.fromkeys(LOADED, "consumer") | in_turn
 
     def place(self, x: Operands) -> Place:
         """This CTA's tile. Where tiles differ, the first keys come first: most queries see them."""
@@ -331,6 +351,40 @@ class BwdSm90:
                     load_delta(block, do)
 
     @cute.jit
+    def await_turns(self, x: Operands, rings, place: Place):
+        """Wait, for block after block, until the tiles of keys before this one have added to it."""
+        spans = self.spans(x, place)
+        for i in cutlass.range(self.plan.gqa_ratio, unroll=1):
+            counters = self.counters(x, place, i)
+            for j in cutlass.range(spans.end - spans.begin, unroll=1):
+                block = spans.end - 1 - j
+                with rings.turn.fill():
+                    turns.wait(counters + block, self.turn(x, place, block))
+
+    @cute.jit
+    def give_turns(self, x: Operands, rings, place: Place):
+        """Let the next tile of keys add, to block after block, once this one has."""
+        spans = self.spans(x, place)
+        for i in cutlass.range(self.plan.gqa_ratio, unroll=1):
+            counters = self.counters(x, place, i)
+            for j in cutlass.range(spans.end - spans.begin, unroll=1):
+                with rings.added.drain():
+                    turns.give(counters + (spans.end - 1 - j))
+
+    def counters(self, x: Operands, place: Place, i: Int32) -> cute.Pointer:
+        """How many tiles of keys have added to the blocks of the key head's query head ``i``."""
+        return x.io.turns[place.batch, place.head * self.plan.gqa_ratio + i, None].iterator
+
+    def turn(self, x: Operands, place: Place, block: Int32) -> Int32:
+        """How many tiles of keys before this one see the block."""
+        first = Int32(0)
+        if x.bounds.left is not None:
+            tile = self.config.tile_q
+            keys, _ = visible(x.bounds, block * tile, (block + 1) * tile, ARITHMETIC)
+            first = cutlass.max(keys, Int32(0)) // self.config.tile_kv
+        return place.block - first
+
+    @cute.jit
     def math(self, x: Operands, rings, buffers: Buffers, place: Place):
         thread = cute.arch.thread_idx()[0] % WARPGROUP
         group = cute.arch.make_warp_uniform(cute.arch.warp_idx()) // 4 - 1
@@ -367,7 +421,7 @@ class BwdSm90:
         """The plan's mods for this warpgroup, with its part of the scratch and its own barrier."""
         scratch, words = None, sum(self.scratch_words)
         if words:
-            barrier = DS_READY + 1 + self.config.consumers + group
+            barrier = DS_READY + 1 + group
             scratch = score.Scratch(buffers.scratch + group * words, barrier)
         graphs = (self.plan.score_mod, self.plan.mask_mod)
         return modifiers.of(graphs, x.extra or Extra(), x.scale, self.fragment, scratch)
@@ -415,9 +469,13 @@ class BwdSm90:
             warpgroup.wait_group(2)
             do.release()
             warpgroup.wait_group(1)
-            self.wait_for_turn(body, block)
+            if const_expr(self.plan.deterministic):
+                turn = rings.turn.take()
             self.add_dq(body, dq, block)
-            self.pass_turn(body, block)
+            if const_expr(self.plan.deterministic):
+                turn.release()
+                with rings.added.fill():
+                    pass
             warpgroup.wait_group(0)
             q.release()
         return rings
@@ -473,13 +531,10 @@ class BwdSm90:
 
     def write(self, body: Sweep, fragment: cute.Tensor, to: cute.Tensor, slot: Any) -> None:
         """Write a rounded S^T-like fragment to the slot's (tile_q, tile_kv)."""
-        scores, c = body.x.scores, self.config
-        store = mma_sm90.transposing_store(scores, self.dtype)
-        mine = store.get_slice(body.work.warpgroup * WARPGROUP + body.work.thread)
-        target = mine.partition_D(mma_sm90.transposed(to))
-        layout = cute.make_rmem_tensor(scores.partition_shape_C((c.tile_kv, c.tile_q)), Float32)
-        source = cute.make_tensor(fragment.iterator, layout.layout)
-        cute.copy(store, store.retile(source), target[None, None, None, slot.index])
+        thread = body.work.warpgroup * WARPGROUP + body.work.thread
+        stage = mma_sm90.transposed(to)[None, None, slot.index]
+        shape = (self.config.tile_kv, self.config.tile_q)
+        mma_sm90.store_turned(body.x.scores, thread, fragment, (shape, stage))
 
     def meet_all(self, body: Sweep) -> None:
         """All consumers have written what the next wgmmas read."""
@@ -508,46 +563,11 @@ class BwdSm90:
         mma_sm90.gemm(x.dq, dq, ds, f.k[None, None, None, 0], clear=True)
         return dq
 
-    @cute.jit
-    def wait_for_turn(self, body: Sweep, block: Int32):
-        """Deterministic: wait until the tiles of keys before this one have added to the block."""
-        if const_expr(self.plan.deterministic):
-            bounds, c, first = body.x.bounds, self.config, Int32(0)
-            if const_expr(bounds.left is not None):
-                keys, _ = visible(bounds, block * c.tile_q, (block + 1) * c.tile_q, ARITHMETIC)
-                first = cutlass.max(keys, Int32(0)) // c.tile_kv
-            turn = body.work.place.block - first
-            if body.work.thread == 0:
-                turns.wait(self.turn_of(body, block), turn)
-            self.meet(body)
-
-    @cute.jit
-    def pass_turn(self, body: Sweep, block: Int32):
-        """Deterministic: let the next tile of keys add to the block."""
-        if const_expr(self.plan.deterministic):
-            cute.arch.fence_acq_rel_gpu()
-            self.meet(body)
-            if body.work.thread == 0:
-                turns.give(self.turn_of(body, block))
-
-    def meet(self, body: Sweep) -> None:
-        """The barrier of one warpgroup."""
-        number = DS_READY + 1 + body.work.warpgroup
-        cute.arch.barrier(barrier_id=number, number_of_threads=WARPGROUP)
-
-    def turn_of(self, body: Sweep, block: Int32) -> cute.Pointer:
-        """Where the turn of this warpgroup's part of the block is."""
-        rows = body.x.io.turns[body.work.place.batch, body.head, None]
-        return rows.iterator + (block * self.config.consumers + body.work.warpgroup)
-
     def add_dq(self, body: Sweep, dq: cute.Tensor, block: Int32) -> None:
-        """Add the accumulator to the block's sums, vector by vector."""
-        count = cute.size(dq) // vectors.FLOATS
+        """Add the accumulator to the block's sums."""
         sums = body.x.io.sums[body.work.place.batch, body.head, 0, None]
-        first = Int64(block * self.config.consumers + body.work.warpgroup) * (count * WARPGROUP)
-        for j in range(count):
-            target = vectors.vector_of(sums, first + (j * WARPGROUP + body.work.thread))
-            vectors.add_to(target, [dq[vectors.FLOATS * j + k] for k in range(vectors.FLOATS)])
+        part = block * self.config.consumers + body.work.warpgroup
+        vectors.add_parts(sums, (part, WARPGROUP, body.work.thread), dq)
 
     def fragments(self, x: Operands, buffers: Buffers, group: Int32) -> Fragments:
         """Descriptors and registers of this warpgroup."""
