@@ -1,7 +1,8 @@
 """Turns between CTAs: a counter in global memory says whose it is.
 
-Who has waited may read what was written before the turn was given, and add to it. One lane of a warp
-does both, for all of the CTA: its barriers, of narrower scope, hand on what this one has seen.
+Who has waited may read what was written before the turn was given, and add to it. One lane does
+both, for all of its CTA: the CTA's own barriers hand on what it has seen, and show it what others
+have written.
 """
 
 from __future__ import annotations

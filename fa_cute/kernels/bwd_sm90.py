@@ -21,16 +21,17 @@ the queries of S and the columns of dK and dV, and P passes through shared memor
 
 dQ is added to fp32 sums in the accumulator's order (see ``bwd_postprocess.py``), 16 bytes a thread
 and reduction. Query heads of a key head follow each other in the same CTA: dK and dV are sums in
-registers. Deterministic: a block of queries counts the tiles of keys that have added to it; each
-waits for those of lower keys, whose CTAs come before it in the grid and so already run: none waits
-for ever. Two warps of their own wait for turns, a block ahead, and give them on: their round trips to
-the L2 are beside the consumers' work, where they took 0.4 of the time. Blocks are visited from the last to the first, so that under a causal bound tile n is at
-each block one step, not two, behind tile n - 1.
+registers.
+
+Deterministic: a block of queries counts the tiles of keys that have added to it; each waits for
+those of lower keys, whose CTAs come before it in the grid and so already run: none waits for ever.
+Blocks are visited from the last to the first, so that under a causal bound tile n is at each block
+one step, not two, behind tile n - 1. Two warps wait for turns, a block ahead, and give them on, so
+that their round trips to the L2 pass beside the consumers' work.
 """
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -43,6 +44,7 @@ from fa_cute.device import epilogue, mask, mma_sm90, modifiers, score, softmax, 
 from fa_cute.device.bounds import bounds_of
 from fa_cute.device.modifiers import Mods
 from fa_cute.device.operand import Reuse, TmaOperand, loader, row_loader, tma_operand
+from fa_cute.device.products import Buffers, Fragments, Mmas, Products
 from fa_cute.device.scheduler import Place, Tiles, section_of
 from fa_cute.device.topology import WARPGROUP, RingSpec, Role, Topology
 from fa_cute.plan import BwdIo, Extra, Launch, Plan
@@ -78,24 +80,6 @@ def topology(plan: Plan) -> Topology:
     )
 
 
-class Buffers(NamedTuple):
-    """Shared memory: k (tile_kv, D, 1), v (tile_kv, Dv, 1), q (tile_q, D, ·), do (tile_q, Dv, ·),
-    ds (tile_q, tile_kv, ·); shift, delta (tile_q, ·) fp32; p like ds, if wide.
-
-    ``scratch``: 32-bit words of the mods' diagonals, one part a consumer warpgroup, or None.
-    """
-
-    k: cute.Tensor
-    v: cute.Tensor
-    q: cute.Tensor
-    do: cute.Tensor
-    ds: cute.Tensor
-    shift: cute.Tensor
-    delta: cute.Tensor
-    p: cute.Tensor | None = None
-    scratch: Any = None
-
-
 @dataclass(frozen=True)
 class Operands:
     """All that the kernel reads and writes."""
@@ -105,10 +89,7 @@ class Operands:
     q: TmaOperand
     do: TmaOperand
     io: BwdIo
-    scores: cute.TiledMma
-    by_v: cute.TiledMma
-    by_k: cute.TiledMma
-    dq: cute.TiledMma
+    mmas: Mmas
     layouts: tuple
     tiles: Tiles
     bounds: Bounds
@@ -129,30 +110,6 @@ class Work(NamedTuple):
     key: Int32
     column: Int32
     first_query: Int32
-
-
-class Fragments(NamedTuple):
-    """Descriptors (atom, mode, k, stage) and registers.
-
-    ``k_rows``, ``v_rows``, ``q_columns``, ``do_columns``: of S^T and dP^T. ``do``, ``q``: of dV
-    and dK, whose other operands are the registers ``p`` and ``ds_rows``, or, wide, what those wrote
-    to shared memory, ``p_rows`` and ``ds_turned``. ``ds``, ``k``: of dQ.
-    """
-
-    k_rows: cute.Tensor
-    v_rows: cute.Tensor
-    q_columns: cute.Tensor
-    do_columns: cute.Tensor
-    p: cute.Tensor
-    p_rows: cute.Tensor | None
-    do: cute.Tensor
-    ds_rows: cute.Tensor
-    ds_turned: cute.Tensor | None
-    q: cute.Tensor
-    ds: cute.Tensor
-    k: cute.Tensor
-    dk: cute.Tensor
-    dv: cute.Tensor
 
 
 @dataclass(frozen=True)
@@ -176,6 +133,7 @@ class BwdSm90:
         self.plan, self.config = plan, plan.config
         self.topology = topology(plan)
         self.dtype = DTYPES[plan.dtype]
+        self.products = Products(plan, self.dtype)
         self.fragment = mma_sm90.fragment(plan.config.own_queries, transposed=True)
         graphs = (plan.score_mod, plan.mask_mod)
         self.modified = any(graph is not None for graph in graphs)
@@ -185,23 +143,13 @@ class BwdSm90:
     @cute.jit
     def __call__(self, io: BwdIo, extra: Extra, launch: Launch, stream):
         plan, c = self.plan, self.config
-        sizes = (
-            (c.tile_kv, plan.width, 1, self.dq_columns()),
-            (c.tile_kv, plan.width_v, 1, plan.width_v),
-            (c.tile_q, plan.width, c.stages, self.own_columns(plan.width)),
-            (c.tile_q, plan.width_v, c.stages, self.own_columns(plan.width_v)),
-            (c.tile_q, c.tile_kv, c.stages, c.tile_kv),
-            *([(c.tile_q, c.tile_kv, c.stages, c.tile_kv)] if c.wide else []),
-        )
-        layouts = tuple(
-            mma_sm90.smem_layout(self.dtype, rows, columns, stages, parts=parts)
-            for rows, columns, stages, parts in sizes
-        )
+        layouts = self.products.layouts()
+        boxes = [(c.tile_kv, plan.width), (c.tile_kv, plan.width_v)]
+        boxes += [(c.tile_q, plan.width), (c.tile_q, plan.width_v)]
+        tensors = (io.k, io.v, io.q, io.dout)
         k, v, q, do = (
-            tma_operand(tensor, layout, size[:2])
-            for tensor, layout, size in zip(
-                (io.k, io.v, io.q, io.dout), layouts, sizes, strict=False
-            )
+            tma_operand(tensor, layout, box)
+            for tensor, layout, box in zip(tensors, layouts, boxes, strict=False)
         )
         operands = Operands(
             k=k,
@@ -209,7 +157,7 @@ class BwdSm90:
             q=q,
             do=do,
             io=io,
-            **self.products(),
+            mmas=self.products.mmas(),
             layouts=layouts,
             tiles=self.number(io),
             bounds=bounds_of(plan, (io.q.shape[1], io.k.shape[1]), launch),
@@ -221,34 +169,6 @@ class BwdSm90:
             block=[self.topology.threads, 1, 1],
             stream=stream,
             min_blocks_per_mp=1,
-        )
-
-    def products(self) -> dict[str, cute.TiledMma]:
-        """The MMAs of S^T and dP^T, dV, dK and dQ."""
-        plan, c = self.plan, self.config
-        columns = (1, c.consumers)
-        by_v, by_k = self.own_columns(plan.width_v), self.own_columns(plan.width)
-        shared = functools.partial(mma_sm90.make_shared_mma, self.dtype)
-        if c.wide:
-            scores = shared(columns, c.own_queries, a_turned=False, b_turned=False)
-            by_v = shared(columns, by_v, a_turned=True, b_turned=True)
-            by_k = shared(columns, by_k, a_turned=True, b_turned=True)
-        else:
-            scores = mma_sm90.make_mma(self.dtype, c.consumers, c.tile_q, p_times_v=False)
-            by_v = mma_sm90.make_mma(self.dtype, c.consumers, by_v, p_times_v=True)
-            by_k = mma_sm90.make_mma(self.dtype, c.consumers, by_k, p_times_v=True)
-        parts = (c.consumers, 1) if c.rows_parted else columns
-        dq = shared(parts, self.dq_columns(), a_turned=False, b_turned=True)
-        return {"scores": scores, "by_v": by_v, "by_k": by_k, "dq": dq}
-
-    def own_columns(self, width: int) -> int:
-        """Columns of dK or dV that a warpgroup has."""
-        return width // self.config.consumers if self.config.wide else width
-
-    def dq_columns(self) -> int:
-        """Columns of dQ that a warpgroup multiplies."""
-        return (
-            self.plan.width if self.config.rows_parted else self.plan.width // self.config.consumers
         )
 
     def number(self, io: BwdIo) -> Tiles:
@@ -398,7 +318,7 @@ class BwdSm90:
         work = Work(place, group, thread, key, column, first_query)
         spans = self.spans(x, place)
         limit = mask.limits_of_keys(x.bounds, key, column)
-        f = self.fragments(x, buffers, group)
+        f = self.products.fragments(x.mmas, buffers, group)
         f.dk.fill(0.0)
         f.dv.fill(0.0)
         mods = self.modifiers(x, buffers, group)
@@ -433,11 +353,11 @@ class BwdSm90:
         for i in cutlass.range(end - begin, unroll=1):
             block = end - 1 - i
             q = rings.q.take()
-            s = self.issue_scores(body, f.k_rows, f.q_columns, q)
+            s = self.products.s(f, q.index)
             do = rings.do.take()
             early = self.plan.score_mod is None  # a mod needs the registers of dP meanwhile
             if const_expr(early):
-                dp = self.issue_scores(body, f.v_rows, f.do_columns, do)
+                dp = self.products.dp(f, do.index)
             first = block * self.config.tile_q + body.work.first_query
             blocks = modifiers.enter_block(body.mods, first)
             warpgroup.wait_group(1 if early else 0)
@@ -448,12 +368,12 @@ class BwdSm90:
             if const_expr(slopes is not None and body.mods.collector is None):
                 slopes.apply(s_view)  # not on d score: so their registers are free earlier
             if const_expr(not early):
-                dp = self.issue_scores(body, f.v_rows, f.do_columns, do)
+                dp = self.products.dp(f, do.index)
             if const_expr(self.config.wide):
                 self.write(body, f.p, body.buffers.p, q)
                 warpgroup.wait_group(0)
             else:
-                self.add_dv(body, do)
+                self.products.add_dv(f, do.index)
                 warpgroup.wait_group(1)
             dp_view = mma_sm90.rows_and_columns(dp)
             self.differentiate(body, s_view, dp_view, do)
@@ -463,9 +383,9 @@ class BwdSm90:
             self.write(body, f.ds_rows, body.buffers.ds, q)
             self.meet_all(body)
             if const_expr(self.config.wide):
-                self.add_dv(body, do)
-            dq = self.issue_dq(body, q)
-            self.add_dk(body, q)
+                self.products.add_dv(f, do.index)
+            dq = self.products.dq(f, q.index)
+            self.products.add_dk(f, q.index)
             warpgroup.wait_group(2)
             do.release()
             warpgroup.wait_group(1)
@@ -495,14 +415,6 @@ class BwdSm90:
         if blocks.mask is not None:
             blocks.mask.hide(s)
         return slopes
-
-    def issue_scores(self, body: Sweep, a: cute.Tensor, b: cute.Tensor, slot: Any) -> cute.Tensor:
-        """Issue K Q^T or V dO^T of ``slot`` into a new accumulator; does not wait."""
-        x, c = body.x, self.config
-        acc = cute.make_rmem_tensor(x.scores.partition_shape_C((c.tile_kv, c.tile_q)), Float32)
-        a_stage, b_stage = a[None, None, None, 0], b[None, None, None, slot.index]
-        mma_sm90.gemm(x.scores, acc, a_stage, b_stage, clear=True)
-        return acc
 
     def exponentiate(self, body: Sweep, s: cute.Tensor, slot: Any) -> None:
         """S (2, columns) becomes P in place."""
@@ -534,7 +446,7 @@ class BwdSm90:
         thread = body.work.warpgroup * WARPGROUP + body.work.thread
         stage = mma_sm90.transposed(to)[None, None, slot.index]
         shape = (self.config.tile_kv, self.config.tile_q)
-        mma_sm90.store_turned(body.x.scores, thread, fragment, (shape, stage))
+        mma_sm90.store_turned(body.x.mmas.scores, thread, fragment, (shape, stage))
 
     def meet_all(self, body: Sweep) -> None:
         """All consumers have written what the next wgmmas read."""
@@ -542,66 +454,11 @@ class BwdSm90:
         threads = WARPGROUP * self.config.consumers
         cute.arch.barrier(barrier_id=DS_READY, number_of_threads=threads)
 
-    def add_dv(self, body: Sweep, slot: Any) -> None:
-        """Issue dV += P^T dO of the slot; does not wait."""
-        f = body.f
-        p = f.p_rows[None, None, None, slot.index] if self.config.wide else f.p
-        mma_sm90.gemm(body.x.by_v, f.dv, p, f.do[None, None, None, slot.index], clear=False)
-
-    def add_dk(self, body: Sweep, slot: Any) -> None:
-        """Issue dK += dS^T Q of the slot; does not wait."""
-        f, c = body.f, self.config
-        ds = f.ds_turned[None, None, None, slot.index] if c.wide else f.ds_rows
-        mma_sm90.gemm(body.x.by_k, f.dk, ds, f.q[None, None, None, slot.index], clear=False)
-
-    def issue_dq(self, body: Sweep, slot: Any) -> cute.Tensor:
-        """Issue this warpgroup's part of dS K into a new accumulator; does not wait."""
-        x, f = body.x, body.f
-        shape = x.dq.partition_shape_C((self.config.tile_q, self.plan.width))
-        dq = cute.make_rmem_tensor(shape, Float32)
-        ds = f.ds[None, None, None, slot.index]
-        mma_sm90.gemm(x.dq, dq, ds, f.k[None, None, None, 0], clear=True)
-        return dq
-
     def add_dq(self, body: Sweep, dq: cute.Tensor, block: Int32) -> None:
         """Add the accumulator to the block's sums."""
         sums = body.x.io.sums[body.work.place.batch, body.head, 0, None]
         part = block * self.config.consumers + body.work.warpgroup
         vectors.add_parts(sums, (part, WARPGROUP, body.work.thread), dq)
-
-    def fragments(self, x: Operands, buffers: Buffers, group: Int32) -> Fragments:
-        """Descriptors and registers of this warpgroup."""
-        c, plan, first = self.config, self.plan, group * WARPGROUP
-        scores, by_v, by_k, dq = (mma.get_slice(first) for mma in (x.scores, x.by_v, x.by_k, x.dq))
-        turned = {name: mma_sm90.transposed(getattr(buffers, name)) for name in ("k", "q", "do")}
-        tile = (c.tile_kv, c.tile_q)
-        of_dk = x.by_k.partition_shape_C((c.tile_kv, plan.width))
-        of_dv = x.by_v.partition_shape_C((c.tile_kv, plan.width_v))
-        if c.wide:
-            size = c.tile_kv * c.own_queries // WARPGROUP
-            p, ds_rows = (cute.make_rmem_tensor(size, self.dtype) for _ in range(2))
-            p_rows = by_v.make_fragment_A(by_v.partition_A(mma_sm90.transposed(buffers.p)))
-            ds_turned = by_k.make_fragment_A(by_k.partition_A(mma_sm90.transposed(buffers.ds)))
-        else:
-            p = by_v.make_fragment_A(x.by_v.partition_shape_A(tile))
-            ds_rows = by_k.make_fragment_A(x.by_k.partition_shape_A(tile))
-            p_rows = ds_turned = None
-        return Fragments(
-            k_rows=scores.make_fragment_A(scores.partition_A(buffers.k)),
-            v_rows=scores.make_fragment_A(scores.partition_A(buffers.v)),
-            q_columns=scores.make_fragment_B(scores.partition_B(buffers.q)),
-            do_columns=scores.make_fragment_B(scores.partition_B(buffers.do)),
-            p=p,
-            p_rows=p_rows,
-            do=by_v.make_fragment_B(by_v.partition_B(turned["do"])),
-            ds_rows=ds_rows,
-            ds_turned=ds_turned,
-            q=by_k.make_fragment_B(by_k.partition_B(turned["q"])),
-            ds=dq.make_fragment_A(dq.partition_A(buffers.ds)),
-            k=dq.make_fragment_B(dq.partition_B(turned["k"])),
-            dk=cute.make_rmem_tensor(of_dk, Float32),
-            dv=cute.make_rmem_tensor(of_dv, Float32),
-        )
 
     def store(self, x: Operands, work: Work, f: Fragments) -> None:
         """Round dK, times the scale, and dV, and write them; keys past the last are not written."""
