@@ -40,6 +40,11 @@ class FwdConfig:
         """Consumer warpgroups a CTA."""
         return self.tile_m // 64
 
+    @property
+    def rows_a_copy(self) -> int:
+        """Rows of Q that one copy brings."""
+        return self.tile_m
+
 
 @dataclass(frozen=True)
 class BwdConfig:
@@ -101,7 +106,12 @@ class FwdSm100Config:
     @property
     def tile_m(self) -> int:
         """Query rows a CTA."""
-        return 128 * self.q_tiles
+        return self.rows_a_copy * self.q_tiles
+
+    @property
+    def rows_a_copy(self) -> int:
+        """Rows of Q that one copy brings: those of one product."""
+        return 128
 
     @property
     def threads(self) -> int:

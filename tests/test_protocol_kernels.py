@@ -36,8 +36,8 @@ def chunked(b: Any, h: Any, q: Any, kv: Any) -> Any:
     return (q // 64) == (kv // 64)
 
 
-def listed() -> Plan:
-    return replace(forward(mask_mod=chunked), visits="lists")
+def listed(**facts: Any) -> Plan:
+    return replace(forward(mask_mod=chunked, **facts), visits="lists")
 
 
 KERNELS: dict[str, Callable[[], Plan]] = {
@@ -57,6 +57,8 @@ KERNELS: dict[str, Callable[[], Plan]] = {
         target="sm_100a", causal=True, window=(True, False)
     ),
     "Blackwell, one tile a CTA": lambda: forward(target="sm_100a", head_dim=256),
+    "Blackwell, ranges of a mask": lambda: forward(target="sm_100a", mask_mod=chunked),
+    "Blackwell, lists of a mask": lambda: listed(target="sm_100a", causal=True),
     "Blackwell, diagonals": lambda: forward(
         target="sm_100a", score_mod=t5_relative_bias(torch.zeros(32, 8))
     ),

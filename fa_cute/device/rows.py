@@ -30,9 +30,9 @@ class Limit(NamedTuple):
     high: Int32
 
 
-def limit_of(bounds: Bounds, row: Int32) -> Limit:
-    """What ``row`` sees under ``bounds``."""
-    diagonal = row + bounds.seqlen_k - bounds.seqlen_q
+def limit_of(bounds: Bounds, row: Int32, group: int = 1) -> Limit:
+    """What ``row`` sees under ``bounds``; ``group`` consecutive rows are heads of one query."""
+    diagonal = row // group + bounds.seqlen_k - bounds.seqlen_q
     high, low = bounds.seqlen_k, None
     if bounds.right is not None:
         bound = diagonal + bounds.right + 1
@@ -74,18 +74,37 @@ def scaled(o: Vector, factor: Float32) -> Vector:
     return arith.mulf(o, emit.splat(factor.ir_value(), emit.lanes_of(o)))
 
 
-@cute.jit
-def store_piece(words: Any, g_out: cute.Tensor, at: tuple, first: cutlass.Constexpr) -> None:
-    """``store`` to row ``at[0]`` of ``g_out`` (Sq, Dv), if it is below ``at[1]``, which is Sq."""
-    if at[0] < at[1]:
-        store(words, g_out[at[0], None], first)
+class Target(NamedTuple):
+    """Where a row goes: ``row`` of ``g_out`` (rows, Dv), ``g_lse`` (rows,) or None, if it is one.
+
+    Rows from ``end`` on are padding of the tile.
+    """
+
+    g_out: cute.Tensor
+    g_lse: cute.Tensor | None
+    row: Int32
+    end: Int32
+
+    def store(self, words: Vector, first: int) -> None:
+        """Write 32-bit ``words`` of O from column ``first`` on."""
+        _store_piece(words, self, first)
+
+    def store_log(self, log: Float32) -> None:
+        """Write the row's log-sum-exp, where it is wanted."""
+        if self.g_lse is not None:
+            _store_log(log, self)
 
 
 @cute.jit
-def store_log(log: Float32, g_lse: cute.Tensor, row: Int32, rows: Int32) -> None:
-    """Write the row's log-sum-exp to ``g_lse`` (Sq,), if ``row`` is below ``rows``, which is Sq."""
-    if row < rows:
-        g_lse[row] = log
+def _store_piece(words: Any, target: Any, first: cutlass.Constexpr) -> None:
+    if target.row < target.end:
+        store(words, target.g_out[target.row, None], first)
+
+
+@cute.jit
+def _store_log(log: Float32, target: Any) -> None:
+    if target.row < target.end:
+        target.g_lse[target.row] = log
 
 
 def store(words: Vector, g_row: cute.Tensor, first: int) -> None:

@@ -59,6 +59,13 @@ class Visit(NamedTuple):
         return Visit(self.block, cutlass.select_(here, self.whole, Int32(0)))
 
 
+@cute.jit
+def leave(visit: Visit, notes: cute.Tensor, index: Int32):
+    """Write the visit's word to ``notes`` (stages,): lane 0, which arrives for it."""
+    if cute.arch.lane_idx() == 0:
+        notes[index] = visit.word()
+
+
 class SpanVisits(NamedTuple):
     """Visits that bounds alone decide: ``count`` blocks from ``last`` down."""
 

@@ -5,7 +5,7 @@ A ``Walk`` is of a plan. Roles that must agree (who loads, who computes) ask the
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -23,6 +23,13 @@ from fa_cute.spans import Arithmetic, Bounds, KvSpans, kv_spans
 # Words of a tile's header: the number of the tile after it; under a mask also its own number of
 # visits, and which tile of queries it is.
 HEADER = ("following", "count", "block")
+
+
+class Entered(NamedTuple):
+    """A consumer's tile: ``count`` visits; its ``spans``, or None where notes name the blocks."""
+
+    count: Int32
+    spans: KvSpans | None
 
 
 class Walk:
@@ -64,6 +71,14 @@ class Walk:
             return place
         order = x.extra.block_lists.order
         return place._replace(block=order[place.batch, place.head, place.block])
+
+    def entered(self, x: Any, tile: Int32, words: list[Int32]) -> tuple[Place, Entered]:
+        """A consumer's tile, by the ``words`` of its header behind the first."""
+        place = x.tiles.place(tile, self.longest_first)
+        if self.noted:
+            return place._replace(block=words[1]), Entered(words[0], None)
+        spans = self.spans(x.bounds, place)
+        return place, Entered(spans.end - spans.begin, spans)
 
     def spans(self, bounds: Bounds, place: Place) -> KvSpans:
         """The KV blocks that causal and the window leave a tile: the same for every role."""

@@ -17,7 +17,9 @@ from torch import Tensor
 
 from fa_cute.host import configs
 from fa_cute.host.block_mask import from_block_mask, is_block_mask
+from fa_cute.host.planning import CONFIGS
 from fa_cute.host.problem import check_indexed
+from fa_cute.host.target import target_for
 from fa_cute.mods.intervals import (
     EMPTY,
     FULL,
@@ -180,7 +182,7 @@ def plan_mask(
             raise ValueError(f"{name} is {size!r}; it must be an integer, 0 or more")
     device = _device_of(traced, device)
     check_indexed(extents, "mask_mod", traced)
-    tiles = _tiles_of(head_dim, tile)
+    tiles = _tiles_of(head_dim, tile, device)
     own = extents.batch if "b" in reads else 1, extents.heads if "h" in reads else 1
     evaluates = False
     if extents.empty:
@@ -193,10 +195,13 @@ def plan_mask(
     return MaskBlocks(mask_mod, traced, extents, *own, *tiles, *lists, evaluates)
 
 
-def _tiles_of(head_dim: int, tile: tuple[int, int] | None) -> tuple[tuple[int, int], ...]:
+def _tiles_of(
+    head_dim: int, tile: tuple[int, int] | None, device: torch.device
+) -> tuple[tuple[int, int], ...]:
     """The tiles (queries, keys) of the forward and of the backward."""
     if tile is None:
-        forward = configs.fwd_sm90(head_dim, head_dim, cut=False, modified=True)
+        choose = CONFIGS[target_for(device)]
+        forward = choose(head_dim, head_dim, cut=False, modified=True)
         backward = configs.bwd_sm90(head_dim, head_dim, cut=False, modified=True)
         return (forward.tile_m, forward.tile_n), (backward.tile_q, backward.tile_kv)
     pair = isinstance(tile, tuple | list) and len(tile) == 2

@@ -124,7 +124,7 @@ def make_plan(problem: Problem, mods: Mods, target: str) -> Plan:
         deterministic=False,
         target=target,
         config=config,
-        visits=_visits(mods, config) if isinstance(config, FwdConfig) else "bounds",
+        visits=_visits(mods, config),
     )
 
 
@@ -150,5 +150,5 @@ def visits_of(graph: Graph | None, *, listed: bool) -> str:
 
 
 def packs(ratio: int, config: FwdConfig) -> bool:
-    """Whether ``ratio`` query heads can share a tile: whole queries must fill it."""
-    return ratio > 1 and config.tile_m % ratio == 0
+    """Whether ``ratio`` query heads can share a tile: whole queries must fill each copy of Q."""
+    return ratio > 1 and config.rows_a_copy % ratio == 0

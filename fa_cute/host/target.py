@@ -60,6 +60,13 @@ def current_target(device: torch.device) -> str:
     return _device_target(torch.cuda.current_device() if device.index is None else device.index)
 
 
+def target_for(device: torch.device) -> str:
+    """The target that lists for kernels are made for: as ``current_target``; of a CPU, sm_90a."""
+    if device.type == "cuda" or os.environ.get("FA_CUTE_TARGET"):
+        return current_target(device)
+    return "sm_90a"
+
+
 @functools.cache
 def sm_count(device: torch.device) -> int:
     """Streaming multiprocessors of a CUDA device."""

@@ -31,7 +31,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import cpasync
 
-from fa_cute.device import emit, mma_sm100, modifiers, rows, score, tmem
+from fa_cute.device import emit, mma_sm100, modifiers, packing, rows, score, tmem
 from fa_cute.device import softmax_sm100 as softmax
 from fa_cute.device.bounds import bounds_of
 from fa_cute.device.fragment import one_row
@@ -39,17 +39,20 @@ from fa_cute.device.lower import schedule
 from fa_cute.device.modifiers import Mods
 from fa_cute.device.operand import Reuse, TmaOperand, loader, tma_operand
 from fa_cute.device.packed import Pairs
+from fa_cute.device.products_sm100 import Products
 from fa_cute.device.scheduler import Place, Tiles, draw
 from fa_cute.device.softmax import LOG2_E
 from fa_cute.device.topology import WARPGROUP, RingSpec, Role, Topology
+from fa_cute.device.visits import Visit, leave
 from fa_cute.device.walk import Walk
 from fa_cute.plan import Extra, Io, Launch, Plan
-from fa_cute.spans import Bounds, KvSpans
+from fa_cute.spans import Bounds
 
 DTYPES = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16}
 NEXT_STAGES = 2
+NOTE_STAGES = 8  # more than the blocks that loads are ahead of the softmax
 STAT_STAGES = 1  # of the message to the correction, which reads it at once
-SMALL = ("next", "tmem", "stat", "scratch")  # buffers of single words
+SMALL = ("next", "notes", "tmem", "stat", "scratch")  # buffers of single words
 SCRATCH = 1  # the first named barrier of the mods' scratch, one a softmax warpgroup; 0 is the CTA's
 PIECE = 32  # columns of a row that move between tensor memory and registers at a time
 
@@ -63,6 +66,10 @@ def topology(plan: Plan) -> Topology:
     v_bytes = c.tile_n * plan.width_v * 2
     # The MMA's warp, the correction and every softmax warpgroup read the header.
     readers = 1 + 4 + 4 * tiles
+    notes = ()
+    if plan.visits != "bounds":
+        why = "which block, and whether it is whole"
+        notes = (RingSpec("note", NOTE_STAGES, 0, "issue", "softmax", why, empties=4 * tiles),)
     unfreed: dict[str, Any] = {"freed": False, "copies": tiles}
     in_order = "P V before it was issued earlier, and products execute in order"
     return Topology(
@@ -72,9 +79,8 @@ def topology(plan: Plan) -> Topology:
             Role("correction", 1, c.correction_registers, 4, "rescales O, stores it"),
         ),
         rings=(
-            RingSpec(
-                "next", NEXT_STAGES, 0, "issue", "all", "the tile after this", empties=readers
-            ),
+            RingSpec("next", NEXT_STAGES, 0, "issue", "all", "the tile's header", empties=readers),
+            *notes,
             RingSpec("q", tiles, q_bytes, "issue", "mma", "freed by the tile's last S", empties=1),
             RingSpec("k", c.k_stages, k_bytes, "issue", "mma", "freed by S", empties=1),
             RingSpec("v", c.v_stages, v_bytes, "issue", "mma", "freed by P V", empties=1),
@@ -101,8 +107,9 @@ def columns(plan: Plan) -> dict[str, tmem.Columns]:
 
 
 class Buffers(NamedTuple):
-    """Shared memory: q (128, D, tiles), k (tile_n, D, ·), v (tile_n, Dv, ·), next (stages,).
+    """Shared memory: q (128, D, tiles), k (tile_n, D, ·), v (tile_n, Dv, ·).
 
+    ``next``: headers (words, stages). ``notes``: the visits' words (stages of note,), or None.
     ``stat``: fp32 (row, 2, stages, tiles), a block's factor on O, at the end the sum and maximum.
     ``scratch``: 32-bit words of the mods' diagonals, one part a softmax warpgroup, or None.
     """
@@ -111,6 +118,7 @@ class Buffers(NamedTuple):
     k: cute.Tensor
     v: cute.Tensor
     next: cute.Tensor
+    notes: cute.Tensor | None
     stat: cute.Tensor
     scratch: Any
 
@@ -128,19 +136,10 @@ class Operands:
     scratch: cute.Tensor | None
     layouts: tuple
     tiles: Tiles
+    rows: Int32
     bounds: Bounds
     scale: Float32
     extra: Extra | None
-
-
-@dataclass(frozen=True)
-class Product:
-    """What the MMA's warp multiplies: descriptors of q, k, v (atom, m, k, stage), their columns."""
-
-    memory: Any
-    q: Any
-    k: Any
-    v: Any
 
 
 @dataclass(frozen=True)
@@ -150,6 +149,7 @@ class Sweep:
     x: Operands
     memory: Any
     stat: cute.Tensor
+    notes: cute.Tensor | None
     state: softmax.Row
     limit: rows.Limit
     mods: Mods
@@ -166,9 +166,7 @@ class FwdSm100:
         self.dtype = DTYPES[plan.dtype]
         self.memory = tmem.Native if self.native else tmem.Hosted
         self.pairs = Pairs(self.native)
-        gemm = mma_sm100.Native if self.native else mma_sm100.Hosted
-        self.qk = gemm(self.dtype, plan.config.tile_n, p_times_v=False)
-        self.pv = gemm(self.dtype, plan.width_v, p_times_v=True)
+        self.products = Products(plan, self.dtype, self.columns, native=self.native)
         self.fragment = one_row(plan.config.tile_n, WARPGROUP)
         self.walk = Walk(plan, self.fragment)
         graphs = (plan.score_mod, plan.mask_mod)
@@ -177,6 +175,9 @@ class FwdSm100:
     @cute.jit
     def __call__(self, io: Io, extra: Extra, launch: Launch, stream):
         plan, c = self.plan, self.config
+        bounds = bounds_of(plan, (io.q.shape[1], io.k.shape[1]), launch)
+        if const_expr(c.packed):
+            io = packing.packed(io, plan.gqa_ratio)
         boxes = (
             (mma_sm100.ROWS, plan.width),
             (c.tile_n, plan.width),
@@ -200,8 +201,9 @@ class FwdSm100:
             counter=launch.counter,
             scratch=launch.scratch,
             layouts=layouts,
-            tiles=self.walk.number(io, io.q.shape[1]),
-            bounds=bounds_of(plan, (io.q.shape[1], io.k.shape[1]), launch),
+            tiles=self.walk.number(io, bounds.seqlen_q * self.walk.group),
+            rows=bounds.seqlen_q * self.walk.group,
+            bounds=bounds,
             scale=launch.scale,
             extra=extra,
         )
@@ -248,8 +250,10 @@ class FwdSm100:
     def allocate(self, x: Operands) -> tuple[Any, Buffers]:
         """Shared memory: the barriers' storage, and the buffers as tensors."""
         stat = cute.make_layout((mma_sm100.ROWS, 2, STAT_STAGES, self.config.q_tiles))
+        header = cute.make_layout((self.walk.header, NEXT_STAGES))
         sizes = {
-            "next": (Int32, NEXT_STAGES),
+            "next": (Int32, cute.size(header)),
+            "notes": (Int32, NOTE_STAGES),
             "tmem": (Int32, 1),
             "stat": (Float32, cute.size(stat)),
         }
@@ -265,43 +269,59 @@ class FwdSm100:
             getattr(storage, name).get_tensor(layout.outer, swizzle=layout.inner)
             for name, layout in zip("qkv", x.layouts, strict=True)
         )
-        following = storage.next.get_tensor(cute.make_layout(NEXT_STAGES))
+        following, notes = storage.next.get_tensor(header), None
+        if self.walk.noted:
+            notes = storage.notes.get_tensor(cute.make_layout(NOTE_STAGES))
         scratch = storage.scratch.data_ptr() if words else None
-        return storage, Buffers(q, k, v, following, storage.stat.get_tensor(stat), scratch)
+        return storage, Buffers(q, k, v, following, notes, storage.stat.get_tensor(stat), scratch)
 
     @cute.jit
     def load(self, x: Operands, storage, buffers: Buffers):
-        rings = self.topology.rings_from(
-            storage, next="producer", q="producer", k="producer", v="producer"
-        )
+        names = ("next", "q", "k", "v", "note")[: 5 if self.walk.noted else 4]
+        rings = self.topology.rings_from(storage, **dict.fromkeys(names, "producer"))
         for operand in (x.q, x.k, x.v):
             cpasync.prefetch_descriptor(operand.atom)
         tile, ctas = Int32(cute.arch.block_idx()[0]), cute.arch.grid_dim()[0]
         while tile < x.tiles.count:
             place = self.walk.place(x, tile)
-            spans = self.walk.spans(x.bounds, place)
+            visits = self.walk.visits(x, place)
+            own = (visits.count, place.block) if const_expr(self.walk.noted) else ()
             # Drawn before this tile's loads: the atomic's microsecond passes under them.
-            with rings.next.fill() as following:
-                target = cute.local_tile(buffers.next, (1,), (following.index,))
-                tile = draw(x.tiles, x.counter, ctas, target, ())
-            if spans.begin < spans.end:
-                kv_head = place.head // self.plan.gqa_ratio
+            with rings.next.fill() as header:
+                tile = draw(x.tiles, x.counter, ctas, buffers.next[None, header.index], own)
+            if visits.count > 0:
+                kv_head = place.head // self.walk.ratio
                 load_q = loader(x.q, buffers.q, place.head, place.batch, Reuse.ONCE)
                 load_k = loader(x.k, buffers.k, kv_head, place.batch, Reuse.OFTEN)
                 load_v = loader(x.v, buffers.v, kv_head, place.batch, Reuse.OFTEN)
+                visit = visits.at(Int32(0))
+                if const_expr(self.walk.noted):
+                    with rings.note.fill() as top:
+                        leave(visit, buffers.notes, top.index)
+                block = visit.block
                 with rings.k.fill() as first:
-                    load_k(spans.last, first)
+                    load_k(block, first)
                 for t in cutlass.range_constexpr(self.config.q_tiles):
                     with rings.q.fill() as q:
                         load_q(place.block * self.config.q_tiles + t, q)
-                for i in cutlass.range(spans.last - spans.begin, unroll=1):
-                    block = spans.last - i
+                for i in cutlass.range(1, visits.count, unroll=1):
+                    following = visits.at(i)
+                    if const_expr(self.walk.noted):
+                        with rings.note.fill() as note:
+                            leave(following, buffers.notes, note.index)
                     with rings.k.fill() as k:
-                        load_k(block - 1, k)
+                        load_k(following.block, k)
                     with rings.v.fill() as v:
                         load_v(block, v)
+                    block = following.block
                 with rings.v.fill() as last:
-                    load_v(spans.begin, last)
+                    load_v(block, last)
+
+    def enter(self, x: Operands, rings, buffers: Buffers, tile: Int32) -> tuple:
+        """(rings, place, walk, tile after it) of ``tile``; ``walk`` as ``Walk.entered`` has it."""
+        with rings.next.drain() as header:
+            words = [buffers.next[i, header.index] for i in range(self.walk.header)]
+        return rings, *self.walk.entered(x, tile, words[1:]), words[0]
 
     @cute.jit
     def multiply(self, x: Operands, storage, buffers: Buffers, memory):
@@ -310,92 +330,21 @@ class FwdSm100:
             **dict.fromkeys(("next", "q", "k", "v", "p", "tail"), "consumer"),
             **dict.fromkeys(("s", "o"), "producer"),
         )
-        product = Product(
-            memory,
-            self.qk.operand_a(buffers.q),
-            self.qk.operand_b(buffers.k),
-            self.pv.operand_b(buffers.v),
-        )
+        product = self.products.of(memory, buffers)
         tile = Int32(cute.arch.block_idx()[0])
         while tile < x.tiles.count:
-            spans = self.walk.spans(x.bounds, self.walk.place(x, tile))
-            if spans.begin < spans.end:
-                rings = self.products(product, rings, spans.end - spans.begin)
-            with rings.next.drain() as following:
-                tile = buffers.next[following.index]
-
-    @cute.jit
-    def products(self, product: Product, rings, blocks: Int32):
-        """A tile's products: the first S, then P V of a block and S of the next, the last P V."""
-        q = self.take_queries(rings)
-        rings = self.scores(product, rings, q)
-        for i in cutlass.range(blocks - 1, unroll=1):
-            if const_expr(self.config.s_stages > 1):
-                rings = self.scores(product, rings, q)
-                rings = self.values(product, rings, None, i > 0)
-            else:
-                rings = self.values(product, rings, q, i > 0)
-        for t in cutlass.range_constexpr(self.config.q_tiles):
-            q[t].release(self.qk.commit)
-        return self.values(product, rings, None, blocks > 1)
-
-    def take_queries(self, rings) -> tuple:
-        """The slots of the tile's Q."""
-        return tuple(rings.q.take() for _ in range(self.config.q_tiles))
-
-    def scores(self, product: Product, rings, q: tuple) -> Any:
-        """Issue S = Q K^T of the next block for every tile."""
-        k = rings.k.take()
-        for t, slot in enumerate(q):
-            rings = self.score(product, rings, (t, slot, k))
-        k.release(self.qk.commit)
-        return rings
-
-    def score(self, product: Product, rings, at: tuple) -> Any:
-        """Issue S of tile ``at[0]``; its slots of Q and K are ``at[1:]``."""
-        t, q, k = at
-        with rings.s[t].fill(arrive=self.qk.commit) as s:
-            column = self.columns[f"s{t}"].first + s.index * self.config.tile_n
-            a, b = self.qk.stage(product.q, q.index), self.qk.stage(product.k, k.index)
-            steps = range(self.plan.width // mma_sm100.STEP)
-            self.qk.issue(product.memory, column, a, b, steps=steps, adds=False)
-        return rings
-
-    def values(self, product: Product, rings, q: tuple | None, adds: Any) -> Any:
-        """Issue O += P V of the next block for every tile, each followed by its next S.
-
-        ``q``: the slots of Q, or None where no S follows. ``adds`` is False at the tile's first.
-        """
-        c = self.config
-        v = rings.v.take()
-        k = rings.k.take() if q else None
-        b = self.pv.stage(product.v, v.index)
-        early, steps = c.early // mma_sm100.STEP, c.tile_n // mma_sm100.STEP
-        parts = ((rings.p, range(early), adds), (rings.tail, range(early, steps), True))
-        for t in range(c.q_tiles):
-            with rings.o[t].fill(arrive=self.pv.commit):
-                for ring, part, adding in parts:
-                    slot = ring[t].take()
-                    product.memory.entered()
-                    column = self.columns[f"p{t}"].first + slot.index * c.tile_n
-                    o = self.columns[f"o{t}"].first
-                    self.pv.issue(product.memory, o, column, b, steps=part, adds=adding)
-                    slot.release()
-            if t == c.q_tiles - 1:
-                v.release(self.pv.commit)
-            if q:
-                rings = self.score(product, rings, (t, q[t], k))
-        if q:
-            k.release(self.qk.commit)
-        return rings
+            rings, _, walk, tile = self.enter(x, rings, buffers, tile)
+            if walk.count > 0:
+                rings = self.products.tile(product, rings, walk.count)
 
     @cute.jit
     def soften(self, x: Operands, storage, buffers: Buffers, memory):
         t = cute.arch.make_warp_uniform(cute.arch.warp_idx()) // 4 - 1
+        takes = ("next", "s", "note")[: 3 if self.walk.noted else 2]
         rings = self.topology.rings_from(
             storage,
             t,
-            **dict.fromkeys(("next", "s"), "consumer"),
+            **dict.fromkeys(takes, "consumer"),
             **dict.fromkeys(("p", "tail", "stat"), "producer"),
         )
         thread = cute.arch.thread_idx()[0] % WARPGROUP
@@ -404,16 +353,14 @@ class FwdSm100:
         mods = self.modifiers(x, buffers, t)
         tile = Int32(cute.arch.block_idx()[0])
         while tile < x.tiles.count:
-            place = self.walk.place(x, tile)
-            spans = self.walk.spans(x.bounds, place)
-            if spans.begin < spans.end:
+            rings, place, walk, tile = self.enter(x, rings, buffers, tile)
+            if walk.count > 0:
                 first = place.block * self.config.tile_m + t * mma_sm100.ROWS
-                limit = rows.limit_of(x.bounds, first + thread)
+                limit = rows.limit_of(x.bounds, first + thread, self.walk.group)
                 own = modifiers.enter(mods, (place.batch, place.head), first)
-                body = Sweep(x, memory, stat, softmax.Row(), limit, own, column)
-                rings = self.attend(body, rings, spans)
-            with rings.next.drain() as following:
-                tile = buffers.next[following.index]
+                state = softmax.Row()
+                body = Sweep(x, memory, stat, buffers.notes, state, limit, own, column)
+                rings = self.attend(body, rings, walk)
 
     def modifiers(self, x: Operands, buffers: Buffers, t: Int32) -> Mods:
         """The plan's mods for softmax warpgroup ``t``, with its part of the scratch."""
@@ -423,13 +370,20 @@ class FwdSm100:
         return modifiers.of(graphs, x.extra or Extra(), x.scale, self.fragment, scratch)
 
     @cute.jit
-    def attend(self, body: Sweep, rings, spans: KvSpans):
-        """One tile that sees something: the peeled first block, the spans, the sums."""
-        rings = self.block(body, rings, spans.last, (True, True))
-        rings = self.sweep(body, rings, spans.middle_end, spans.last, True)
-        rings = self.sweep(body, rings, spans.middle_begin, spans.middle_end, False)
-        if const_expr(body.x.bounds.left is not None):
-            rings = self.sweep(body, rings, spans.begin, spans.middle_begin, True)
+    def attend(self, body: Sweep, rings, walk: Any):
+        """One tile that sees something: the peeled first block, the others, the sums."""
+        if const_expr(self.walk.noted):
+            rings = self.block(body, rings, None, (True, True))
+            # Masks come after a score_mod, which works in registers: there on every block.
+            edge = None if const_expr(self.plan.score_mod is None) else True
+            rings = self.follow(body, rings, walk.count - 1, edge)
+        else:
+            spans = walk.spans
+            rings = self.block(body, rings, spans.last, (True, True))
+            rings = self.sweep(body, rings, spans.middle_end, spans.last, True)
+            rings = self.sweep(body, rings, spans.middle_begin, spans.middle_end, False)
+            if const_expr(body.x.bounds.left is not None):
+                rings = self.sweep(body, rings, spans.begin, spans.middle_begin, True)
         with rings.stat.fill() as end:
             body.stat[0, end.index] = body.state.sum[0]
             body.stat[1, end.index] = body.state.maximum[0]
@@ -442,23 +396,35 @@ class FwdSm100:
             rings = self.block(body, rings, end - 1 - i, (edge, False))
         return rings
 
-    def block(self, body: Sweep, rings, block: Int32, kind: tuple[bool, bool]) -> Any:
-        """S of one block becomes P in its place; ``kind``: (is an edge, is the tile's first)."""
-        (edge, first), memory, c = kind, body.memory, self.config
-        mods = modifiers.enter_block(body.mods, block * c.tile_n)
+    @cute.jit
+    def follow(self, body: Sweep, rings, count: Int32, edge: cutlass.Constexpr):
+        """The next ``count`` blocks, as the notes name them."""
+        for _ in cutlass.range(count, unroll=1):
+            rings = self.block(body, rings, None, (edge, False))
+        return rings
+
+    def block(self, body: Sweep, rings, block: Int32 | None, kind: tuple) -> Any:
+        """S of one block becomes P in its place; ``kind``: (is an edge, is the tile's first).
+
+        ``block`` None: a note names it, and, where ``edge`` is None, says whether it is whole.
+        """
+        (edge, first), memory, c, visit = kind, body.memory, self.config, None
+        if block is None:
+            with rings.note.drain() as note:
+                visit = Visit.of(body.notes[note.index])
+            block = visit.block
+        mods = body.mods if edge is not None else body.mods._replace(mask=None)
+        mods = modifiers.enter_block(mods, block * c.tile_n)
         slot = rings.s.take()
         memory.entered()
         column = body.column + slot.index * c.tile_n
-        pieces = range(0, c.tile_n, PIECE)
-        s = emit.joined([memory.load(column + at, PIECE) for at in pieces])
-        memory.loaded()
+        if edge is None:
+            self.restrict(body, column, visit)
+        s = self.scores(memory, column)
         slot.release()
         if mods.score is not None:
             s = rows.modified(s, mods.score.score)
-        if edge:
-            s = rows.hide(s, body.limit, block * c.tile_n)
-        if mods.mask is not None:
-            s = rows.modified(s, mods.mask.hide)
+        s = self.hidden(body, s, (block, edge), mods)
         gain = self.gain(body.x)
         factor, shift = softmax.raise_maximum(s, body.state, gain, self.pairs, first=first)
         if not first:
@@ -479,6 +445,34 @@ class FwdSm100:
         softmax.add_up(p, body.state, factor, first=first)
         return rings
 
+    def scores(self, memory: Any, column: Int32) -> Any:
+        """This thread's row of S."""
+        pieces = range(0, self.config.tile_n, PIECE)
+        s = emit.joined([memory.load(column + at, PIECE) for at in pieces])
+        memory.loaded()
+        return s
+
+    def hidden(self, body: Sweep, s: Any, at: tuple, mods: Mods) -> Any:
+        """``s`` less what the bounds, where ``at`` = (block, is an edge), and mask_mod hide."""
+        if at[1]:
+            s = rows.hide(s, body.limit, at[0] * self.config.tile_n)
+        return s if mods.mask is None else rows.modified(s, mods.mask.hide)
+
+    @cute.jit
+    def restrict(self, body: Sweep, column: Int32, visit: Visit):
+        """The bounds and mask_mod on the row of S in tensor memory, unless the block is whole.
+
+        A row in registers that a branch hands on would spill: 144 bytes, head dim 128.
+        """
+        if visit.whole == 0:
+            mods = body.mods._replace(score=None)
+            mods = modifiers.enter_block(mods, visit.block * self.config.tile_n)
+            cut = const_expr(self.plan.causal or any(self.plan.window))
+            s = self.hidden(body, self.scores(body.memory, column), (visit.block, cut), mods)
+            for at in cutlass.range_constexpr(0, self.config.tile_n, PIECE):
+                body.memory.store(column + at, emit.part(s, at, PIECE))
+            body.memory.stored()
+
     def gain(self, x: Operands) -> Float32:
         """c, what a score is multiplied with to become an exponent of 2."""
         graph = self.plan.score_mod
@@ -489,10 +483,9 @@ class FwdSm100:
         rings = self.topology.rings_from(storage, next="consumer", stat="consumer", o="consumer")
         tile = Int32(cute.arch.block_idx()[0])
         while tile < x.tiles.count:
-            place = self.walk.place(x, tile)
-            spans = self.walk.spans(x.bounds, place)
-            if spans.begin < spans.end:
-                for _ in cutlass.range(spans.last - spans.begin, unroll=1):
+            rings, place, walk, tile = self.enter(x, rings, buffers, tile)
+            if walk.count > 0:
+                for _ in cutlass.range(walk.count - 1, unroll=1):
                     for t in cutlass.range_constexpr(self.config.q_tiles):
                         rings = self.rescale(rings, buffers, memory, t)
                 for t in cutlass.range_constexpr(self.config.q_tiles):
@@ -500,8 +493,6 @@ class FwdSm100:
             else:
                 for t in cutlass.range_constexpr(self.config.q_tiles):
                     self.store_nothing(x, place, t)
-            with rings.next.drain() as following:
-                tile = buffers.next[following.index]
 
     def rescale(self, rings, buffers: Buffers, memory: Any, t: int) -> Any:
         """Multiply O of tile ``t`` by a block's factors, where some row of the warp needs it."""
@@ -534,26 +525,26 @@ class FwdSm100:
         factor, log = softmax.finish(maximum, total, self.gain(x), sink)
         o = rings.o[t].take()
         memory.entered()
-        row = place.block * self.config.tile_m + t * mma_sm100.ROWS + thread
-        g_out = x.out[place.batch, None, place.head, None]
+        target = self.target(x, place, t)
         for at in range(0, self.plan.width_v, PIECE):
             piece = memory.load(self.columns[f"o{t}"].first + at, PIECE)
             memory.loaded()
-            words = rows.rounded(rows.scaled(piece, factor), self.dtype)
-            rows.store_piece(words, g_out, (row, x.bounds.seqlen_q), at)
+            target.store(rows.rounded(rows.scaled(piece, factor), self.dtype), at)
         o.release()
-        if x.lse is not None:
-            rows.store_log(log, x.lse[place.batch, place.head, None], row, x.bounds.seqlen_q)
+        target.store_log(log)
         return rings
 
     def store_nothing(self, x: Operands, place: Place, t: int) -> None:
         """The rows of tile ``t``, which see no key: zeros, and -inf or the sink."""
-        thread = cute.arch.thread_idx()[0] % WARPGROUP
-        row = place.block * self.config.tile_m + t * mma_sm100.ROWS + thread
+        target = self.target(x, place, t)
         words = emit.constant_of(0, emit.integer(32), PIECE // 2)
-        g_out = x.out[place.batch, None, place.head, None]
         for at in range(0, self.plan.width_v, PIECE):
-            rows.store_piece(words, g_out, (row, x.bounds.seqlen_q), at)
-        sink = x.extra.sinks[place.head] if self.plan.sinks else -Float32.inf
-        if x.lse is not None:
-            rows.store_log(sink, x.lse[place.batch, place.head, None], row, x.bounds.seqlen_q)
+            target.store(words, at)
+        target.store_log(x.extra.sinks[place.head] if self.plan.sinks else -Float32.inf)
+
+    def target(self, x: Operands, place: Place, t: int) -> rows.Target:
+        """Where this thread's row of tile ``t`` goes."""
+        row = place.block * self.config.tile_m + t * mma_sm100.ROWS
+        lse = None if x.lse is None else x.lse[place.batch, place.head, None]
+        g_out = x.out[place.batch, None, place.head, None]
+        return rows.Target(g_out, lse, row + cute.arch.thread_idx()[0] % WARPGROUP, x.rows)

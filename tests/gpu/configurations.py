@@ -225,6 +225,22 @@ HOSTED: dict[str, Configuration] = {
     "both": C(128, causal=True, ratio=3, mods=modifiers.both),
     "256-both": C(256, causal=True, ratio=3, mods=modifiers.both),
 }
+# Of ``masks()``: ranges and lists, with bounds, sinks, a score_mod, one and two tiles a CTA.
+HOSTED_MASKS = (
+    "cutoffs",
+    "cutoffs-causal",
+    "cutoffs-window",
+    "ends-sinks",
+    "late-256",
+    "scattered",
+    "scattered-causal",
+    "scattered-window",
+    "apart",
+    "biased",
+    "biased-ranges",
+    "document-planned",
+    "longformer",
+)
 # Three deliberate breakages of it, compiled where they are tested.
 BROKEN = C(64, ratio=4, return_lse=False)
 
@@ -277,6 +293,12 @@ def hosted() -> Iterator[tuple[str, Configuration]]:
     yield from HOSTED.items()
     for name in variants.ALL:
         yield f"variant: {name}", variant(name)
+    for name, configuration in PACKED.items():
+        yield f"packed: {name}", configuration
+    for name in HOSTED_MASKS:
+        yield f"mask: {name}", masks()[name]
+        everywhere = replace(masks()[name], everywhere=True, block_lists=False)
+        yield f"mask everywhere: {name}", everywhere
 
 
 def main(target: str = "sm_90a") -> int:

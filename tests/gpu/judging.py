@@ -8,6 +8,7 @@ must be exactly 0 and -inf. The root mean square is held to the same rule: outli
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +16,9 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import fa_cute
+from fa_cute import api
+from fa_cute.host.compile import compiled
+from fa_cute.host.planning import Mods
 
 from .configurations import Configuration
 from .modifiers import Shape
@@ -92,6 +96,18 @@ def call(configuration: Configuration, x: Inputs, **options: Any) -> tuple[torch
     """``fa_cute.attention`` by keyword; (out, lse), lse None where the kernel has none."""
     result = fa_cute.attention(*x, return_lse=configuration.return_lse, **options)
     return result if configuration.return_lse else (result, None)
+
+
+def everywhere(x: Inputs, options: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor, str]:
+    """(out, lse) with the mask evaluated on every block; where the call itself gets its visits."""
+    mods = Mods.of(options.get("score_mod"), options["mask_mod"])
+    window, sinks = options.get("window"), options.get("sinks")
+    chosen = api.Options(options["causal"], window, None, True, False)
+    prepared = api.lookup(tuple(x), mods, chosen, sinks)
+    plan = prepared.kernel.plan
+    kernel = compiled(replace(plan, visits="bounds"))
+    result = api.on_gpu(prepared._replace(kernel=kernel), tuple(x), mods, None, sinks)
+    return *result, plan.visits
 
 
 def check(configuration: Configuration, x: Inputs, **run_time: Any) -> tuple[torch.Tensor, Any]:

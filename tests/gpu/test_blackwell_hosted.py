@@ -6,33 +6,25 @@ descriptors, allocation, setmaxnreg.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
 import fa_cute
-from fa_cute import api, variants
+from fa_cute import variants
 from fa_cute.device import ring
 from fa_cute.host import compile as compiling
 from fa_cute.kernels import fwd_sm100
 
-from .configurations import BROKEN, HOSTED, HOSTED_TARGET, variant
+from .configurations import BROKEN, HOSTED, variant
+from .hosting import hosted as hosted
 from .judging import Inputs, arguments, call, check, inputs, judge
 from .modifiers import Shape
 
 pytestmark = pytest.mark.gpu
 LENGTHS = ((1, 1), (63, 300), (257, 128), (513, 700), (300, 100), (1000, 1000))
-
-
-@pytest.fixture(autouse=True)
-def _target(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Calls take the hosted kernel; prepared calls of another target are forgotten."""
-    monkeypatch.setenv("FA_CUTE_TARGET", HOSTED_TARGET)
-    api._prepared.clear()
-    yield
-    api._prepared.clear()
 
 
 def _run_time(name: str, x: Inputs, window: tuple[int, int] = (100, 30)) -> dict:

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import pytest
 import torch
 
 import fa_cute
-from fa_cute import api
-from fa_cute.host.compile import compiled
-from fa_cute.host.planning import Mods
 
 from .configurations import MASKS, Configuration, masks
-from .judging import Inputs, arguments, call, check, inputs, judge, planned
+from .judging import Inputs, arguments, call, check, everywhere, inputs, judge, planned
 from .modifiers import Shape
 
 pytestmark = pytest.mark.gpu
@@ -39,23 +35,9 @@ def _sinks(configuration: Configuration, x: Inputs) -> dict[str, torch.Tensor]:
     return {"sinks": torch.linspace(-1, 2, heads, device=x.q.device)} if configuration.sinks else {}
 
 
-def _everywhere(
-    configuration: Configuration, x: Inputs, options: dict[str, Any]
-) -> tuple[torch.Tensor, torch.Tensor, str]:
-    """(out, lse) with the mask evaluated on every block; where the call itself gets its visits."""
-    mods = Mods.of(options.get("score_mod"), options["mask_mod"])
-    window, sinks = options.get("window"), options.get("sinks")
-    chosen = api.Options(options["causal"], window, None, True, False)
-    prepared = api.lookup(tuple(x), mods, chosen, sinks)
-    plan = prepared.kernel.plan
-    kernel = compiled(dataclasses.replace(plan, visits="bounds"))
-    result = api.on_gpu(prepared._replace(kernel=kernel), tuple(x), mods, None, sinks)
-    return *result, plan.visits
-
-
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
 @pytest.mark.parametrize("name", sorted(ALL))
-def test_as_everywhere(name: str, lengths: tuple[int, int]) -> None:
+def test_aseverywhere(name: str, lengths: tuple[int, int]) -> None:
     """Bit for bit what evaluating the mask on every block gives; with a score_mod, too."""
     configuration = ALL[name]
     x = _inputs(name, lengths, kind="outliers")
@@ -63,7 +45,7 @@ def test_as_everywhere(name: str, lengths: tuple[int, int]) -> None:
     options = planned(configuration, x, options)
     torch.full((64 << 20,), torch.nan, device=x.q.device)  # poison what the allocator hands out
     out, lse = call(configuration, x, **options)
-    right, right_lse, visits = _everywhere(configuration, x, options)
+    right, right_lse, visits = everywhere(x, options)
     assert visits == ("lists" if configuration.block_lists else "ranges")
     assert torch.equal(out, right)
     assert torch.equal(lse, right_lse)
@@ -77,7 +59,7 @@ def test_long(name: str) -> None:
     x = _inputs(name, (8100, 16300))
     options = planned(configuration, x, arguments(configuration, x))
     out, lse = call(configuration, x, **options)
-    right, right_lse, _ = _everywhere(configuration, x, options)
+    right, right_lse, _ = everywhere(x, options)
     assert torch.equal(out, right) and torch.equal(lse, right_lse)
 
 
