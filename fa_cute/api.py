@@ -149,7 +149,7 @@ def on_cuda(
     _refuse_out(out, qkv, mods, sinks)
     prepared = lookup(qkv, mods, options._replace(return_lse=True), sinks)
     deterministic = options.deterministic or torch.are_deterministic_algorithms_enabled()
-    derivative = autograd.derivative_of(mods, deterministic=deterministic)
+    derivative = autograd.derivative_of(mods)
     plans = None
     if prepared.kernel is not None:
         plans = plans_of(

@@ -19,8 +19,8 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 
 from fa_cute.host import backward as host
 from fa_cute.mods.derivative import differentiable, differentiate
-from fa_cute.mods.derived import contributions, taught
-from fa_cute.plan import Extra
+from fa_cute.mods.derived import taught
+from fa_cute.plan import FIXED, Extra
 
 if TYPE_CHECKING:
     from fa_cute.host.blocks import MaskBlocks
@@ -71,33 +71,13 @@ def wants_gradient(qkv: Tensors, sinks: torch.Tensor | None, captured: Tensors) 
     return (sinks is not None and sinks.requires_grad) or any(t.requires_grad for t in captured)
 
 
-def derivative_of(mods: Mods, *, deterministic: bool) -> Graph | None:
-    """The score_mod's graph with its derivative, for the captured tensors that require one.
-
-    ValueError for a gradient that the kernel lacks.
-    """
+def derivative_of(mods: Mods) -> Graph | None:
+    """The score_mod's graph with its derivative, for the captured tensors that require one."""
     traced = mods.score_mod
     if traced is None:
         return None
     required = [at for at, tensor in enumerate(traced.captured) if tensor.requires_grad]
-    wanted = frozenset(required) & differentiable(traced.graph)
-    graph = differentiate(traced.graph, wanted)
-    for one in contributions(graph):
-        if deterministic:
-            raise ValueError(
-                f"captured tensor {one.slot} of score_mod, "
-                f"{tuple(traced.captured[one.slot].shape)}, requires a gradient, which is added up "
-                "in no fixed order, but the call is deterministic: leave deterministic=True (and "
-                "torch.use_deterministic_algorithms) out, or detach it"
-            )
-        if graph.nodes[one.load].width > 1:
-            raise ValueError(
-                f"captured tensor {one.slot} of score_mod, "
-                f"{tuple(traced.captured[one.slot].shape)}, requires a gradient and is indexed "
-                "with all but its last dimension: index that too, x[h, 0] * y[h, 0] + ..., or "
-                "detach it"
-            )
-    return graph
+    return differentiate(traced.graph, frozenset(required) & differentiable(traced.graph))
 
 
 class _Attention(torch.autograd.Function):
@@ -128,10 +108,11 @@ class _Attention(torch.autograd.Function):
         q, k, v, out, lse, sinks, *captured = ctx.saved_tensors
         dout = torch.zeros_like(out) if dout is None else dout
         sums = _zeros(call.plans, captured)
+        targets = tuple(x[..., 0] if x.dtype == torch.int64 else x for x in sums.values())
         extra = Extra(
             tuple(captured) or None,
             call.scalars,
-            gradients=tuple(sums.values()) or None,
+            gradients=targets or None,
             block_lists=call.block_lists(),
         )
         found = host.backward(
@@ -148,20 +129,34 @@ class _Attention(torch.autograd.Function):
             dq = dq * call.sign
         given = [None] * len(captured)
         for slot, total in sums.items():
+            total = fixed_total(total) if total.dtype == torch.int64 else total
             given[slot] = total.to(captured[slot].dtype)
         d_sinks = _of_sinks(sinks, lse, found.delta) if needs[4] else None
         return (None, dq, found.dk, found.dv, d_sinks, *given)
 
 
 def _zeros(plans: host.Plans | None, captured: list[torch.Tensor]) -> dict[int, torch.Tensor]:
-    """fp32 sums for the captured tensors that get gradients, by place."""
+    """Sums for the captured tensors that get gradients, by place: fp32, or words of ``FIXED``."""
     graph = None if plans is None else plans.main.score_mod
     if graph is None:
         return {}
+    words, dtype = (), torch.float32
+    if plans.main.deterministic:
+        words, dtype = (FIXED.words,), torch.int64
+    tensors = {slot: captured[slot] for slot in taught(graph)}
     return {
-        slot: torch.zeros(captured[slot].shape, dtype=torch.float32, device=captured[slot].device)
-        for slot in taught(graph)
+        slot: torch.zeros((*tensor.shape, *words), dtype=dtype, device=tensor.device)
+        for slot, tensor in tensors.items()
     }
+
+
+def fixed_total(words: torch.Tensor) -> torch.Tensor:
+    """fp64 (...) of fixed-point sums (..., ``FIXED.words``); see ``device/fixed.py``."""
+    *parts, wrong = words.unbind(-1)
+    total = torch.zeros_like(wrong, dtype=torch.float64)
+    for i, part in enumerate(parts):
+        total += part.double() * 2.0 ** (FIXED.lowest + 32 * i)
+    return total.masked_fill_(wrong != 0, torch.nan)
 
 
 def _of_sinks(sinks: torch.Tensor, lse: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:

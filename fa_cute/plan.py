@@ -289,13 +289,26 @@ class BlockLists(NamedTuple):
     entries: Any
 
 
+class Fixed(NamedTuple):
+    """A fixed-point sum of ``words`` int64: word i < words - 1 counts 2^(lowest + 32 i), and the
+    last one terms that did not fit."""
+
+    words: int
+    lowest: int
+
+
+# Terms up to 2^47 (1e14), and of one of 2^-48 (4e-15) still all 24 bits.
+FIXED = Fixed(5, -72)
+
+
 class Extra(NamedTuple):
     """What some plans need beside ``Io``; a member that a plan lacks is None: no part of the call.
 
     ``captured`` holds the mods' captured tensors (score_mod's, then mask_mod's), ``scalars`` their
     captured 0-d CPU tensors as Python numbers, in the same order. ``sinks`` is ``(Hq,)`` float32,
-    ``block_lists`` a ``BlockLists`` for the tile of the plan. ``gradients``, of a backward: float32
-    tensors like the captured ones that get one, to be added to.
+    ``block_lists`` a ``BlockLists`` for the tile of the plan. ``gradients``, of a backward: tensors
+    like the captured ones that get one, to be added to: float32, or, deterministic, int64, the
+    first of each sum's ``FIXED.words``, which follow each other.
     """
 
     captured: Any = None

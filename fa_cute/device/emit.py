@@ -174,6 +174,17 @@ def accumulated(
     return tuple(loop.results)
 
 
+def repeated(count: int, step: Callable[[Value | int], None]) -> None:
+    """``step(j)`` for j in ``[0, count)``: once as it is, else in a kernel's loop."""
+    if count == 1:
+        step(0)
+        return
+    loop = scf.ForOp(*(constant_of(x, integer(32), None) for x in (0, count, 1)))
+    with ir.InsertionPoint(loop.body):
+        step(loop.induction_variable)
+        scf.YieldOp([])
+
+
 def to_float(value: Value) -> Value:
     """int32 or bool as float32."""
     convert = arith.uitofp if element_of(value) == integer(1) else arith.sitofp

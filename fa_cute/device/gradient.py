@@ -9,8 +9,13 @@ address, in a transposed fragment (rows are keys):
     others    (q - kv, elements)  one add a warp where all its addresses are one, as they are far
                                   from the diagonal of bucketed distances; else one add an element
 
-An add is ``red.global.add.f32``: sums in fp32, in no fixed order. Addresses are clamped as loads
-are, and what is hidden or past the ends adds 0, so no add leaves its tensor.
+A short vector's contributions come component by component, each as above, but added after every
+block: registers for all components would be too many.
+
+An add is ``red.global.add.f32``: sums in fp32, in no fixed order. Where the targets are int64 it is
+``fixed.add``, whose sums do not depend on the order; all that is added up before is in one order.
+Addresses are clamped as loads are, and what is hidden or past the ends adds 0, so no add leaves its
+tensor.
 
     collector = Collector.of(mod, targets)      # once a kernel
     collector.clear()                           # before the blocks of a head
@@ -23,20 +28,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32
+from cutlass import Boolean, Float32, Int32, Int64
 from cutlass._mlir import ir
 from cutlass._mlir.dialects import arith, llvm, scf
 
-from fa_cute.device import emit
+from fa_cute.device import emit, fixed
 from fa_cute.device.captured import Source
 from fa_cute.device.scope import Scope, Value
 from fa_cute.device.score import Block, Modifier, Rows, Slopes
 from fa_cute.mods.derived import Contribution, contributions, taught
 
 WARP, QUAD = 32, 4
-_HELD = ("tile", "row")
 
 
 @dataclass(frozen=True)
@@ -47,20 +52,25 @@ class Collector:
     targets: dict[int, Source]
     given: tuple[Contribution, ...]
     sums: tuple[cute.Tensor | None, ...]
+    fixed: bool
 
     @staticmethod
     def of(mod: Modifier, targets: Sequence[cute.Tensor] | None) -> Collector:
-        """``targets``: fp32 tensors like the captured ones of ``taught``, in order; None: none."""
+        """``targets``: as ``plan.Extra.gradients``, for the captured tensors of ``taught``, in
+        order; None: none."""
         graph = mod.schedule.lowered.graph
-        given = contributions(graph)
-        pairs = zip(taught(graph), list(targets or ()), strict=True)
-        sources = {slot: Source.of(target, "float32") for slot, target in pairs}
+        given, targets = contributions(graph), list(targets or ())
+        pairs = zip(taught(graph), targets, strict=True)
+        fixed_point = any(target.element_type is Int64 for target in targets)
+        dtype = "int64" if fixed_point else "float32"
+        sources = {slot: Source.of(target, dtype) for slot, target in pairs}
         sizes = {"tile": 1, "row": len(mod.fragment.rows)}
+        levels = (_level(mod, one) if _width(mod, one) == 1 else None for one in given)
         sums = [
             cute.make_rmem_tensor(sizes[level], Float32) if level in sizes else None
-            for level in (_level(mod, one) for one in given)
+            for level in levels
         ]
-        return Collector(mod, sources, given, tuple(sums))
+        return Collector(mod, sources, given, tuple(sums), fixed_point)
 
     def clear(self) -> None:
         """Begin a head."""
@@ -71,38 +81,71 @@ class Collector:
     def add(self, block: Block, slopes: Slopes, d_score: cute.Tensor) -> None:
         """Take a block's contributions; ``d_score`` (rows, columns) is P (dP - delta)."""
         for at, (one, held) in enumerate(zip(self.given, self.sums, strict=True)):
-            products = slopes.products(at, d_score)
             if held is not None:
-                self._hold(held, products)
-            elif _level(self.mod, one) == "column":
-                self._add_columns(block, one, products)
-            else:
-                self._add_elements(block, one, products)
+                for i, total in enumerate(self._totals(one, slopes.products(at, d_score))):
+                    held[i] = held[i] + Float32(total)
+                continue
 
-    def _hold(self, held: cute.Tensor, products: list[ir.Value]) -> None:
+            def step(component: Any, at: int = at, one: Contribution = one) -> None:
+                products = slopes.products(at, d_score, component)
+                self._give(block, one, products, component)
+
+            emit.repeated(_width(self.mod, one), step)
+
+    def _totals(self, one: Contribution, products: list[ir.Value]) -> list[ir.Value]:
+        """The thread's sums, one a row, or one where the address is the tile's."""
         totals = [_total(row) for row in products]
-        if cute.size(held) == 1:
-            totals = [_summed(totals)]
-        for i, total in enumerate(totals):
-            held[i] = held[i] + Float32(total)
+        return [_summed(totals)] if _level(self.mod, one) == "tile" else totals
 
-    def _add_columns(self, block: Block, one: Contribution, products: list[ir.Value]) -> None:
+    def _give(
+        self, block: Block, one: Contribution, products: list[ir.Value], component: Any
+    ) -> None:
+        """Add a block's contributions to memory."""
+        level = _level(self.mod, one)
+        if level in ("tile", "row"):
+            totals = self._totals(one, products)
+            self._add_rows(block.rows, one, totals, component)
+        elif level == "column":
+            self._add_columns(block, one, products, component)
+        else:
+            self._add_elements(block, one, products, component)
+
+    def _add_rows(
+        self, rows: Rows, one: Contribution, totals: Sequence[ir.Value], component: Any = 0
+    ) -> None:
+        """Add the thread's ``_totals``, together with those of the threads that have its rows."""
+        level = _level(self.mod, one)
+        places = rows.scope.spread(self._address(rows.scope, one, component), level)
+        if level == "tile":
+            self._add_once(places[0], totals[0])
+            return
+        for place, value in zip(places, totals, strict=True):
+            total = Float32(value)
+            for distance in (1, 2):
+                total = total + cute.arch.shuffle_sync_bfly(total, offset=distance)
+            self._red(place, total.ir_value(), (self.mod.thread % QUAD == 0).ir_value())
+
+    def _add_columns(
+        self, block: Block, one: Contribution, products: list[ir.Value], component: Any
+    ) -> None:
         column = emit.lanes_in(_summed(products))
         lane = self.mod.thread % WARP
         for columns in block.chunks():
-            address = self._address(block.part(columns), one)
+            address = self._address(block.part(columns), one, component)
             places = emit.lanes_in(emit.part(*address.parts, 0, len(columns)))
             for place, value in zip(places, column[columns.start : columns.stop], strict=True):
                 total = Float32(value)
                 for distance in (4, 8, 16):
                     total = total + cute.arch.shuffle_sync_bfly(total, offset=distance)
-                _red(place, total.ir_value(), (lane < QUAD).ir_value())
+                self._red(place, total.ir_value(), (lane < QUAD).ir_value())
 
-    def _add_elements(self, block: Block, one: Contribution, products: list[ir.Value]) -> None:
+    def _add_elements(
+        self, block: Block, one: Contribution, products: list[ir.Value], component: Any
+    ) -> None:
         places: list[ir.Value] = []
         for columns in block.chunks():
             scope = block.part(columns)
-            address = self._address(scope, one)
+            address = self._address(scope, one, component)
             places += [x for part in scope.spread(address, "element") for x in emit.lanes_in(part)]
         values = [
             x
@@ -117,10 +160,10 @@ class Collector:
                 self._add_once(places[0], _total_of(values))
                 scf.YieldOp([])
             with ir.InsertionPoint(branch.else_block):
-                _red_all(places, values)
+                self._red_all(places, values)
                 scf.YieldOp([])
         else:
-            _red_all(places, values)
+            self._red_all(places, values)
 
     def _may_be_one(self, one: Contribution) -> bool:
         """Whether many elements may have one address: not where q and kv themselves index."""
@@ -130,34 +173,41 @@ class Collector:
 
     def flush(self, rows: Rows) -> None:
         """End a head: what was held goes to memory."""
-        thread = self.mod.thread
         for one, held in zip(self.given, self.sums, strict=True):
-            if held is None:
-                continue
-            address = self._address(rows.scope, one)
-            places = rows.scope.spread(address, _HELD[cute.size(held) > 1])
-            for i, place in enumerate(places):
-                total = held[i]
-                if len(places) == 1:
-                    self._add_once(place, total.ir_value())
-                    continue
-                for distance in (1, 2):
-                    total = total + cute.arch.shuffle_sync_bfly(total, offset=distance)
-                _red(place, total.ir_value(), (thread % QUAD == 0).ir_value())
+            if held is not None:
+                totals = [held[i].ir_value() for i in range(cute.size(held))]
+                self._add_rows(rows, one, totals)
 
     def _add_once(self, place: ir.Value, value: ir.Value) -> None:
         """Add the warp's sum of ``value`` at ``place``."""
         total = Float32(value)
         for distance in (16, 8, 4, 2, 1):
             total = total + cute.arch.shuffle_sync_bfly(total, offset=distance)
-        _red(place, total.ir_value(), (self.mod.thread % WARP == 0).ir_value())
+        self._red(place, total.ir_value(), (self.mod.thread % WARP == 0).ir_value())
 
-    def _address(self, scope: Scope, one: Contribution) -> Value:
+    def _red_all(self, places: Sequence[ir.Value], values: Sequence[ir.Value]) -> None:
+        for place, value in zip(places, values, strict=True):
+            self._red(place, value)
+
+    def _red(self, place: ir.Value, value: ir.Value, where: ir.Value | None = None) -> None:
+        """Add ``value`` to the sum at the address ``place``, if ``where`` holds."""
+        (fixed.add if self.fixed else _red)(place, value, where)
+
+    def _address(self, scope: Scope, one: Contribution, component: Any) -> Value:
         """Where the load's contribution goes: the load's own address, in the target."""
         graph = self.mod.schedule.lowered.graph
         own = tuple(self.targets.get(at) for at in range(len(graph.captured)))
         scope = replace(scope, operands=replace(scope.operands, sources=own), addresses={})
-        return scope.address(one.load)
+        address = scope.address(one.load)
+        if _width(self.mod, one) == 1:
+            return address
+        step = own[one.slot].step
+        return Value(address.level, tuple(step(part, component) for part in address.parts))
+
+
+def _width(mod: Modifier, one: Contribution) -> int:
+    """Components of the load that contributes."""
+    return mod.schedule.lowered.graph.nodes[one.load].width
 
 
 def _level(mod: Modifier, one: Contribution) -> str:
@@ -199,11 +249,6 @@ def _one_address(places: Sequence[ir.Value]) -> Boolean:
     for place in places[1:]:
         same = arith.andi(same, emit.compare("eq", place, first))
     return Boolean(cute.arch.vote_all_sync(Boolean(same)))
-
-
-def _red_all(places: Sequence[ir.Value], values: Sequence[ir.Value]) -> None:
-    for place, value in zip(places, values, strict=True):
-        _red(place, value)
 
 
 def _red(place: ir.Value, value: ir.Value, where: ir.Value | None = None) -> None:

@@ -263,13 +263,17 @@ class Block:
         """``score``, of a graph with its derivative: ``s`` likewise, and the derivative there."""
         graph = self.rows.tile.mod.schedule.lowered.graph
         wanted = [factor(graph), *(one.value for one in contributions(graph))]
-        at_once = [at for at in wanted if "score" in graph.dependence()[at]]
-        result, *found = self._computed(s, [graph.result, *at_once])
+        scored = [at for at in wanted if "score" in graph.dependence()[at]]
+        at_once = [at for at in scored if graph.nodes[at].width == 1]
+        raw = self._vectors(s)
+        result, *found = self._computed(raw, [graph.result, *at_once])
         self._put(s, result)
-        return Slopes(self, tuple(wanted), dict(zip(at_once, found, strict=True)))
+        held = dict(zip(at_once, found, strict=True))
+        return Slopes(self, tuple(wanted), held, None if scored == at_once else raw)
 
     def _replace(self, s: cute.Tensor, combine: Callable[[Any, Any], Any]) -> None:
-        (found,) = self._computed(s, [self.rows.tile.mod.schedule.lowered.graph.result], combine)
+        result = self.rows.tile.mod.schedule.lowered.graph.result
+        (found,) = self._computed(self._vectors(s), [result], combine)
         self._put(s, found)
 
     def _put(self, s: cute.Tensor, rows: Sequence[Any]) -> None:
@@ -277,22 +281,27 @@ class Block:
             target = s[i, None]
             target.store(cute.TensorSSA(row, target.shape, Float32))
 
+    def _vectors(self, s: cute.Tensor) -> list[Any]:
+        """``s`` (rows, columns) as it is now, a vector a row."""
+        return [s[i, None].load().ir_value() for i in range(len(self.scope.fragment.rows))]
+
     def _computed(
         self,
-        s: cute.Tensor | None,
+        before: list[Any] | None,
         wanted: Sequence[int],
         combine: Callable[[Any, Any], Any] = lambda result, row: result,
+        component: Any = 0,
     ) -> list[list[Any]]:
-        """The nodes ``wanted`` at the scores ``s`` (None: they read none), a vector a row."""
-        rows = len(self.scope.fragment.rows)
-        before = [None] * rows if s is None else [s[i, None].load().ir_value() for i in range(rows)]
-        after: list[list[list[Any]]] = [[[] for _ in before] for _ in wanted]
+        """The nodes ``wanted`` at the scores ``before`` (None: they read none), a vector a row; of
+        short vectors one ``component``."""
+        rows = [None] * len(self.scope.fragment.rows) if before is None else before
+        after: list[list[list[Any]]] = [[[] for _ in rows] for _ in wanted]
         for columns in self.chunks():
-            scope, here = self.part(columns), before
-            if s is not None:
-                here = [emit.part(row, columns.start, len(columns)) for row in before]
+            scope, here = self.part(columns), rows
+            if before is not None:
+                here = [emit.part(row, columns.start, len(columns)) for row in rows]
                 scope = scope.below(score=Value("element", tuple(here)))
-            memo = scope.evaluate(wanted)
+            memo = scope.evaluate(wanted, component)
             for new, at in zip(after, wanted, strict=True):
                 for row, result, was in zip(
                     new, scope.spread(memo[at], "element"), here, strict=True
@@ -322,29 +331,32 @@ class Slopes:
     """The derivative on a block's fragment: factors on d score.
 
     ``wanted``: nodes of d mod / d score and of the contributions; ``held`` those of them that
-    depend on the score, a vector a row. The others are computed when they are used.
+    depend on the score, a vector a row. The others are computed when they are used; so are short
+    vectors, one component at a time, from the scores as they were (``raw``), if they read those.
     """
 
     block: Block
     wanted: tuple[int, ...]
     held: dict[int, list[Any]]
+    raw: list[Any] | None = None
 
     def apply(self, d_score: cute.Tensor) -> None:
         """Multiply ``d_score`` (rows, columns), P (dP - delta), by d mod / d score in place."""
         self.block._put(d_score, self._times(self.wanted[0], d_score))
 
-    def products(self, at: int, d_score: cute.Tensor) -> list[Any]:
+    def products(self, at: int, d_score: cute.Tensor, component: Any = 0) -> list[Any]:
         """``d_score`` times the factor of contribution ``at``, a vector a row."""
-        return self._times(self.wanted[1 + at], d_score)
+        return self._times(self.wanted[1 + at], d_score, component)
 
-    def _times(self, at: int, d_score: cute.Tensor) -> list[Any]:
+    def _times(self, at: int, d_score: cute.Tensor, component: Any = 0) -> list[Any]:
         graph = self.block.rows.tile.mod.schedule.lowered.graph
-        rows = [
-            d_score[i, None].load().ir_value() for i in range(len(self.block.scope.fragment.rows))
-        ]
+        rows = self.block._vectors(d_score)
         if graph.nodes[at].op == "const" and graph.nodes[at].attr == 1.0:
             return rows
-        values = self.held[at] if at in self.held else self.block._computed(None, [at])[0]
+        values = self.held.get(at)
+        if values is None:
+            before = self.raw if "score" in graph.dependence()[at] else None
+            (values,) = self.block._computed(before, [at], component=component)
         products = [arith.mulf(row, value) for row, value in zip(rows, values, strict=True)]
         if tame(graph):
             return products

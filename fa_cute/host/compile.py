@@ -325,7 +325,7 @@ def _fake_arguments(plan: Plan) -> tuple[Any, Extra, Launch]:
             captured or None,
             scalars or None,
             _fake_sinks() if plan.sinks else None,
-            _fake_gradients(plan.score_mod),
+            _fake_gradients(plan),
             _fake_lists() if plan.block_lists else None,
         ),
         Launch(Float32(0), Int32(0), Int32(0), Int32(0), _fake_counter(), _fake_scratch(plan)),
@@ -428,12 +428,14 @@ def _fake_captured(captured: Captured) -> Any:
     return make_fake_tensor(element, tuple(shape), stride, assumed_align=element.width // 8)
 
 
-def _fake_gradients(score_mod: Graph | None) -> tuple[Any, ...] | None:
-    """float32 tensors like those that a graph with its derivative gives gradients to."""
-    if score_mod is None or not score_mod.more:
+def _fake_gradients(plan: Plan) -> tuple[Any, ...] | None:
+    """Sums like those that a graph with its derivative gives gradients to: see ``Extra``."""
+    graph = plan.score_mod
+    if graph is None or not graph.more:
         return None
-    shapes = (score_mod.captured[slot].ndim for slot in taught(score_mod))
-    return tuple(_fake_captured(Captured("float32", ndim)) for ndim in shapes) or None
+    dtype = "int64" if plan.deterministic else "float32"
+    shapes = (graph.captured[slot].ndim for slot in taught(graph))
+    return tuple(_fake_captured(Captured(dtype, ndim)) for ndim in shapes) or None
 
 
 def _ptxas(remarks: str) -> tuple[int, int]:
