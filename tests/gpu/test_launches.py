@@ -11,7 +11,7 @@ import torch
 
 import fa_cute
 
-from .configurations import FAULTS, MODS, PLAIN, WINDOWS, WITHOUT_LSE
+from .configurations import FAULTS, MODS, PLAIN, WINDOWS
 from .judging import DEVICE, Inputs, arguments, call, check, inputs
 
 pytestmark = pytest.mark.gpu
@@ -176,8 +176,15 @@ def test_a_compiled_kernel_is_callable() -> None:
         kernel(x.q, *(t.repeat_interleave(3, 2) for t in x[1:]))
 
 
-def test_gradients_are_refused_on_cuda() -> None:
-    x = inputs(WITHOUT_LSE["d64-full"], (64, 64))
+def test_gradients_that_are_refused() -> None:
+    """Each by name: of ``out=``, of a gradient, of a tensor that is on another device."""
+    x = inputs(PLAIN["d64-fp16-full-1"], (64, 64))
     x.q.requires_grad_()
-    with pytest.raises(NotImplementedError, match="gradient"):
-        fa_cute.attention(*x)
+    with pytest.raises(ValueError, match="out= has no gradient"):
+        fa_cute.attention(*x, out=torch.empty_like(x.q))
+    (dq,) = torch.autograd.grad(fa_cute.attention(*x).sum(), x.q, create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiate twice"):
+        dq.sum().backward()
+    elsewhere = torch.tensor(3.0, requires_grad=True)
+    with pytest.raises(ValueError, match="captured tensor 0 of score_mod,.* is on cpu"):
+        fa_cute.attention(*x, score_mod=lambda s, b, h, q, kv: s * elsewhere)
