@@ -1,8 +1,8 @@
 """Pictures of result files: ``python -m bench.plots bench/results/*.json --into docs/figures``.
 
 Bars a case for ``attention`` files, and a curve by length a mask and head dim; memory and error by
-length for ``figures`` files; seconds for ``compile-time`` files. Needs matplotlib (the ``bench``
-extra).
+length for ``figures`` files; seconds for ``compile-time`` files; losses for ``training`` files.
+Needs matplotlib (the ``bench`` extra).
 """
 
 from __future__ import annotations
@@ -119,6 +119,29 @@ def _figures(result: dict[str, Any]) -> list[tuple[str, Any]]:
     return [("memory-error", figure)]
 
 
+def _training(result: dict[str, Any]) -> list[tuple[str, Any]]:
+    """Loss by step, means over 10 steps, of each pair of runs."""
+    plt = _pyplot()
+    models = list(dict.fromkeys(row["model"] for row in result["rows"]))
+    figure, grid = plt.subplots(1, len(models), figsize=(5 * len(models), 3.6), sharey=True)
+    for axes, model in zip(grid, models, strict=True):
+        for row in (row for row in result["rows"] if row["model"] == model):
+            # Curves lie on each other: the first is broad and the second dashed.
+            style = {"linewidth": 5, "alpha": 0.4, "color": COLOURS["fa3"]}
+            if row["attention"] == "ours":
+                style = {"linewidth": 1.5, "linestyle": "--", "color": COLOURS["ours"]}
+            losses, size = row["losses"], 10
+            means = [statistics.mean(losses[i : i + size]) for i in range(0, len(losses), size)]
+            steps = range(size // 2, len(losses), size)
+            axes.plot(steps, means, label=row["attention"], **style)
+        axes.set_title(model, fontsize=9)
+        axes.set_xlabel("step")
+        _finished(figure, axes, None, "loss, nats a byte")
+    figure.suptitle(_caption(result), fontsize=9)
+    figure.tight_layout()
+    return [("curves", figure)]
+
+
 def _compile_time(result: dict[str, Any]) -> list[tuple[str, Any]]:
     """Wall seconds, medians over the repeats, on a logarithmic scale: a bar for each way."""
     plt = _pyplot()
@@ -163,7 +186,13 @@ def _pyplot() -> Any:
     return plt
 
 
-KINDS = {"attention": _attention, "figures": _figures, "compile-time": _compile_time}
+KINDS = {
+    "attention": _attention,
+    "figures": _figures,
+    "figures-gradient": _figures,
+    "compile-time": _compile_time,
+    "training": _training,
+}
 
 if __name__ == "__main__":
     sys.exit(main())
