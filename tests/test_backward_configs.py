@@ -7,12 +7,16 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from fa_cute.host import configs
 from fa_cute.host.backward import plans_of
 from fa_cute.host.compile import build
 from fa_cute.host.configs import BWD_SM90, bwd_sm90
+from fa_cute.mods.derivative import differentiate
+from fa_cute.mods.trace import trace_score_mod
 from fa_cute.plan import BwdConfig, Plan, padded, register_pool
+from variants.t5_relative_bias import t5_relative_bias
 
 SHARED_MEMORY = 227 * 1024
 ALL_HEAD_DIMS = range(configs.STEP, configs.LARGEST_HEAD_DIM + 1, configs.STEP)
@@ -78,3 +82,14 @@ def test_a_row_spills_nothing(row: configs.BwdRow, tmp_path: Path) -> None:
     resources = build(plans.main, tmp_path).resources
     assert resources.spill_bytes == 0 and resources.serialised == 0
     assert resources.shared_memory <= SHARED_MEMORY
+
+
+@pytest.mark.compile
+def test_a_learned_table_in_fixed_point_spills_nothing(tmp_path: Path) -> None:
+    """Its integers are dealt with where registers are short: beside dK, dV, S and dP."""
+    graph = trace_score_mod(t5_relative_bias(torch.zeros(32, 4))).graph
+    plan = replace(forward(64, 64, causal=True), score_mod=graph)
+    derivative = differentiate(graph, frozenset((0,)))
+    options = {"deterministic": True, "lse_gradient": False, "derivative": derivative}
+    built = build(plans_of(plan, **options).main, tmp_path)
+    assert built.resources.spill_bytes == 0 and built.resources.serialised == 0
