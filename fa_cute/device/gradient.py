@@ -142,28 +142,48 @@ class Collector:
     def _add_elements(
         self, block: Block, one: Contribution, products: list[ir.Value], component: Any
     ) -> None:
-        places: list[ir.Value] = []
-        for columns in block.chunks():
-            scope = block.part(columns)
-            address = self._address(scope, one, component)
-            places += [x for part in scope.spread(address, "element") for x in emit.lanes_in(part)]
         values = [
             x
             for columns in block.chunks()
             for row in products
             for x in emit.lanes_in(emit.part(row, columns.start, len(columns)))
         ]
-        if self._may_be_one(one):
-            same = _one_address(places)
-            branch = scf.IfOp(same.ir_value(), has_else=True)
-            with ir.InsertionPoint(branch.then_block):
-                self._add_once(places[0], _total_of(values))
-                scf.YieldOp([])
-            with ir.InsertionPoint(branch.else_block):
-                self._red_all(places, values)
-                scf.YieldOp([])
-        else:
-            self._red_all(places, values)
+        if not self._may_be_one(one):
+            self._add_each(block, one, values, component)
+            return
+        # Addresses are made in the branches: the many that one add spares are not even computed.
+        same = _all_equal(self._indices(block, one))
+        branch = scf.IfOp(same.ir_value(), has_else=True)
+        with ir.InsertionPoint(branch.then_block):
+            address = self._address(block.part(range(1)), one, component)
+            self._add_once(emit.lanes_in(address.parts[0])[0], _total_of(values))
+            scf.YieldOp([])
+        with ir.InsertionPoint(branch.else_block):
+            self._add_each(block, one, values, component)
+            scf.YieldOp([])
+
+    def _add_each(
+        self, block: Block, one: Contribution, values: list[ir.Value], component: Any
+    ) -> None:
+        places: list[ir.Value] = []
+        for columns in block.chunks():
+            scope = block.part(columns)
+            address = self._address(scope, one, component)
+            places += [x for part in scope.spread(address, "element") for x in emit.lanes_in(part)]
+        for place, value in zip(places, values, strict=True):
+            self._red(place, value)
+
+    def _indices(self, block: Block, one: Contribution) -> list[list[ir.Value]]:
+        """The thread's values of each index that is not the tile's."""
+        schedule = self.mod.schedule
+        args = schedule.lowered.graph.nodes[one.load].args
+        args = [arg for arg in args if schedule.levels[arg] not in ("constant", "tile")]
+        found: dict[int, list[ir.Value]] = {arg: [] for arg in args}
+        for columns in block.chunks():
+            memo = block.part(columns).evaluate(args)
+            for arg in args:
+                found[arg] += [x for part in memo[arg].parts for x in emit.lanes_in(part)]
+        return list(found.values())
 
     def _may_be_one(self, one: Contribution) -> bool:
         """Whether many elements may have one address: not where q and kv themselves index."""
@@ -184,10 +204,6 @@ class Collector:
         for distance in (16, 8, 4, 2, 1):
             total = total + cute.arch.shuffle_sync_bfly(total, offset=distance)
         self._red(place, total.ir_value(), (self.mod.thread % WARP == 0).ir_value())
-
-    def _red_all(self, places: Sequence[ir.Value], values: Sequence[ir.Value]) -> None:
-        for place, value in zip(places, values, strict=True):
-            self._red(place, value)
 
     def _red(self, place: ir.Value, value: ir.Value, where: ir.Value | None = None) -> None:
         """Add ``value`` to the sum at the address ``place``, if ``where`` holds."""
@@ -238,16 +254,13 @@ def _total_of(values: Sequence[ir.Value]) -> ir.Value:
     return values[0]
 
 
-def _one_address(places: Sequence[ir.Value]) -> Boolean:
-    """Whether all addresses of all lanes of the warp are equal."""
-    word, wide = emit.integer(32), emit.integer(64)
-    first = places[0]
-    low = Int32(arith.trunci(word, first))
-    high = Int32(arith.trunci(word, arith.shrui(first, emit.constant_of(32, wide, None))))
-    halves = [cute.arch.shuffle_sync(half, 0) for half in (low, high)]
-    same = arith.andi((halves[0] == low).ir_value(), (halves[1] == high).ir_value())
-    for place in places[1:]:
-        same = arith.andi(same, emit.compare("eq", place, first))
+def _all_equal(groups: list[list[ir.Value]]) -> Boolean:
+    """Whether in each group of int32 all numbers of all lanes of the warp are equal."""
+    same = emit.constant(True, "bool")
+    for numbers in groups:
+        first = cute.arch.shuffle_sync(Int32(numbers[0]), 0).ir_value()
+        for number in numbers:
+            same = arith.andi(same, emit.compare("eq", number, first))
     return Boolean(cute.arch.vote_all_sync(Boolean(same)))
 
 

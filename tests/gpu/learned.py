@@ -3,15 +3,17 @@
 The rule is the backward's: against fp64 autograd of the oracle, at most twice the error that torch
 makes with materialised scores in the same dtype, plus one ulp of the largest; largest error and
 root mean square. Torch's error is one draw of a random number where the gradient is one number (a
-learned cap): twice that is no bound, for a ratio of two draws of one distribution passes 2 in three
-of ten cases. So gradients of few numbers are judged over so many draws of the inputs that at least
-``NUMBERS`` errors stand on either side.
+learned cap), and twice that is no bound: of two draws of one distribution one is more than twice
+the other in three of ten cases. So gradients of few numbers are judged over so many draws of the
+inputs that at least ``NUMBERS`` errors stand on either side: ours in the root mean square at most
+twice torch's, and none further than ``FAR`` of such a distribution's deviations.
 
 Ours and torch's differ in kind there. A sum over all scores takes from each row the error of its
-delta, and ours is rowsum(O dO) of an O rounded to bf16; torch's, sum(P dP), has none, but its dP is
-rounded. Simulated in fp64 over 24 draws (300 x 300, cap 12), rms errors of the cap's gradient:
-torch's 0.0195 (causal 0.0157), ours 0.0257 (0.0270), of an O that is not rounded 0.0161 (0.0182),
-and 0.036 (0.032) where tanh has besides 2^-11 of random error.
+delta, and ours is rowsum(O dO) of an O rounded to bf16, as in every kernel that does not keep P;
+torch's, sum(P dP), has none, but its dP is rounded. Simulated in fp64 over 24 draws (300 x 300, cap
+12), rms errors of the cap's gradient: torch's 0.0195 (causal 0.0157), ours 0.0257 (0.0270), of an O
+that is not rounded 0.0161 (0.0182). On an H200 over 40 draws: torch's 0.022 (0.015), ours 0.033
+(0.026); with tanh spelled by exponentials 0.032, so the hardware's tanh is not it.
 """
 
 from __future__ import annotations
@@ -49,6 +51,7 @@ NAMES = (
 )
 Learned = dict[str, torch.Tensor]
 NUMBERS = 32
+FAR = 4.0  # of a normal distribution one in 16,000
 
 
 def tensors(
@@ -162,7 +165,8 @@ def judge(name: str, three: list[tuple[torch.Tensor, ...]]) -> str | None:
     dtype = three[0][0].dtype
     ulp = largest * (2.0**-9 if dtype == torch.float32 else torch.finfo(dtype).eps)
     rms, own_rms = (x.square().mean().sqrt() for x in (error, theirs))
-    if error.max() <= 2 * theirs.max() + ulp and rms <= 2 * own_rms + ulp:
+    furthest = theirs.max() if len(three) == 1 else FAR * own_rms
+    if error.max() <= 2 * furthest + ulp and rms <= 2 * own_rms + ulp:
         return None
     return (
         f"{name}: error {error.max():.3g}, rms {rms:.3g}; torch's {theirs.max():.3g}, "

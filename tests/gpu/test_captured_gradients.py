@@ -49,8 +49,8 @@ def vectors(shape: Shape) -> dict[str, Case]:
             lambda x: lambda s, b, h, q, kv: s + (x["r"][q - kv + 300] * x["a"][h]).sum(-1),
         ),
         "of the score": (
-            {"r": learned(40, 3) / 4},
-            lambda x: lambda s, b, h, q, kv: s + torch.tanh(s * x["r"][(q * kv) % 40]).sum(-1),
+            {"r": learned(40, 3) / 4, "a": learned(h, 3)},
+            lambda x: lambda s, b, h, q, kv: s * (x["r"][(q * kv) % 40] * x["a"][h]).sum(-1),
         ),
     }
 
