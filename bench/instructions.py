@@ -84,7 +84,7 @@ def count(code: list[Instruction]) -> dict[str, int]:
 
 
 def loops(code: list[Instruction]) -> dict[str, dict[str, int]]:
-    """The counts of ``LOOPS``: of each the shortest that holds at least 8 of every kind."""
+    """The counts of ``LOOPS``: of each the shortest that holds at least 4 of every kind."""
     bodies = {(one.target, one.address) for one in code if one.target is not None}
     counts = [
         count([one for one in code if begin <= one.address <= end])
@@ -93,7 +93,7 @@ def loops(code: list[Instruction]) -> dict[str, dict[str, int]]:
     ]
     found = {}
     for name, kinds in LOOPS.items():
-        holding = [c for c in counts if all(c.get(kind, 0) >= 8 for kind in kinds)]
+        holding = [c for c in counts if all(c.get(kind, 0) >= 4 for kind in kinds)]
         if holding:
             found[name] = min(holding, key=lambda c: c["all"])
     return found
@@ -110,7 +110,7 @@ def read(folder: Path, cuobjdump: str) -> dict[str, Any]:
         "text": count(code),
         "loops": loops(code),
         "barriers": len(re.findall(r"\bmbarrier\.init", text)),
-        "registers": [int(n) for n in re.findall(r"setmaxnreg\.\w+\.\S+ (\d+)", text)],
+        "registers": [int(n) for n in re.findall(r"setmaxnreg\.\S+\s+(\d+)", text)],
     }
 
 

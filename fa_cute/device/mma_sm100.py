@@ -12,6 +12,7 @@ warp-level mma, reading the same swizzled layouts element by element, and arrive
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import cutlass
@@ -79,17 +80,26 @@ class Native:
         mma = self._mma()
         acc_layout = mma.make_fragment_C(mma.partition_shape_C((ROWS, self.columns))).layout
         acc = cute.make_tensor(memory.pointer(Float32, d), acc_layout)
-        for i, k in enumerate(steps):
-            atom = cute.make_mma_atom(mma.op)
-            atom.set(tcgen05.Field.ACCUMULATE, adds if i == 0 else True)
-            cute.gemm(atom, acc, self._step_a(mma, memory, a, k), b[None, None, k], acc)
+        first, later = (self._atom(mma, adding) for adding in (adds, True))
+        left = self._words_of_p(mma, memory, a) if self.p_times_v else lambda k: a[None, None, k]
+        for k in steps:
+            cute.gemm(first if k == steps.start else later, acc, left(k), b[None, None, k], acc)
 
-    def _step_a(self, mma: cute.TiledMma, memory: tmem.Native, a: Any, k: int) -> cute.Tensor:
-        if not self.p_times_v:
-            return a[None, None, k]
-        one = mma.make_fragment_A(mma.partition_shape_A((ROWS, STEP)))[None, None, 0]
-        pointer = memory.pointer(self.dtype, a + k * (STEP // PER_COLUMN))
-        return cute.make_tensor(pointer, one.layout)
+    def _words_of_p(self, mma: cute.TiledMma, memory: tmem.Native, column: Any) -> Callable:
+        """Step k of P, which begins at ``column``."""
+        one = mma.make_fragment_A(mma.partition_shape_A((ROWS, STEP)))[None, None, 0].layout
+
+        def step(k: int) -> cute.Tensor:
+            pointer = memory.pointer(self.dtype, column + k * (STEP // PER_COLUMN))
+            return cute.make_tensor(pointer, one)
+
+        return step
+
+    def _atom(self, mma: cute.TiledMma, adds: Any) -> cute.MmaAtom:
+        """The instruction of one step; ``adds``: plus what D holds."""
+        atom = cute.make_mma_atom(mma.op)
+        atom.set(tcgen05.Field.ACCUMULATE, adds)
+        return atom
 
     @staticmethod
     def commit(barrier: Any) -> None:

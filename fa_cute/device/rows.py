@@ -14,13 +14,14 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 from cutlass._mlir import ir
-from cutlass._mlir.dialects import arith, vector
+from cutlass._mlir.dialects import arith, llvm, vector
 
 from fa_cute.device import emit
 from fa_cute.spans import Bounds
 
 Vector = Any  # of fp32 or 32-bit words, of the compiler's intermediate form
 VECTOR = 8  # 16-bit columns in 16 bytes, what a store moves
+GLOBAL = 1  # the address space of global memory
 
 
 class Limit(NamedTuple):
@@ -112,9 +113,9 @@ def store(words: Vector, g_row: cute.Tensor, first: int) -> None:
 
     Dv is a multiple of 8, so a vector of 16 bytes is real or padding as a whole.
     """
-    whole = cute.recast_tensor(g_row, Int32)
+    # One address and an operation a vector: a copy by the compiler's tensors traces thirty.
+    begin = llvm.inttoptr(llvm.PointerType.get(GLOBAL), g_row.iterator.toint().ir_value())
     for column in range(first, min(first + 2 * emit.lanes_of(words), cute.size(g_row)), VECTOR):
-        part = cute.make_rmem_tensor(VECTOR // 2, Int32)
         value = emit.part(words, (column - first) // 2, VECTOR // 2)
-        part.store(cute.TensorSSA(value, VECTOR // 2, Int32))
-        cute.autovec_copy(part, cute.local_tile(whole, (VECTOR // 2,), (column // VECTOR,)))
+        place = llvm.getelementptr(begin.type, begin, [], [2 * column], emit.integer(8), None)
+        llvm.store(value, place, alignment=2 * VECTOR)
