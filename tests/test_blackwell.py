@@ -107,9 +107,7 @@ def test_every_row_is_documented() -> None:
         cells = " | ".join(f"{number:.0f}" for number in found)
         ends = f"{found.bound} | {found.share:.0%} |".replace("%", " %")
         title = f"| {row.head_dims[0]}, {row.head_dims[1]} |"
-        assert any(
-            line.startswith(title) and line.endswith(f"| {cells} | {ends}") for line in text
-        )
+        assert any(line.startswith(title) and line.endswith(f"| {cells} | {ends}") for line in text)
 
 
 def test_a_tile_is_the_sum_of_its_blocks() -> None:
