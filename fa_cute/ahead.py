@@ -111,6 +111,7 @@ def compile(
     sinks: bool = False,
     deterministic: bool = False,
     block_lists: bool = False,
+    bias: int | None = None,
     target: str,
 ) -> CompiledAttention:
     """Compile, or find in memory or on disk, the kernel of one configuration.
@@ -118,8 +119,9 @@ def compile(
     ``window`` says which sides a call bounds; ``target`` is an architecture such as ``"sm_90a"``,
     which the host need not have; a mod is a function, or a graph that was recorded. With
     ``block_lists`` calls give the mask as a ``MaskBlocks`` of ``plan_mask``. ``few_queries``: for
-    calls of at most 64 queries, whose heads then share tiles where they share keys. ValueError for
-    what no kernel exists for.
+    calls of at most 64 queries, whose heads then share tiles where they share keys. ``bias``: of a
+    recorded graph, which captured tensor of score_mod TMA loads by tiles; for a function its
+    tensors' layout says so. ValueError for what no kernel exists for.
     """
     started = time.perf_counter()
     plan, mods = Configuration(
@@ -137,6 +139,7 @@ def compile(
         sinks=sinks,
         deterministic=deterministic,
         block_lists=block_lists,
+        bias=bias,
         target=target,
     ).plan()
     known = compiling.in_memory(plan)

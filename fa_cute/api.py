@@ -238,7 +238,7 @@ def lookup(
             options,
         )
         if mods is not NO_MODS:
-            key += (mods.keys, *((t.shape, t.device) for t in mods.captured))
+            key += (mods.keys, mods.bias, *((t.shape, t.device) for t in mods.captured))
             key += () if mods.blocks is None else mods.blocks.tile
         if sinks is not None:
             key += ("sinks", sinks.shape, sinks.dtype, sinks.device)

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from fa_cute.host.planning import MOD_NAMES, Mods, make_plan, takes_lists
+from fa_cute.host.planning import MOD_NAMES, Mods, biased, make_plan, takes_lists
 from fa_cute.host.target import check_target
 from fa_cute.mods.graph import Captured, Graph, Node
 from fa_cute.mods.trace import Traced
@@ -41,6 +41,7 @@ class Configuration:
     sinks: bool = False
     deterministic: bool = False
     block_lists: bool = False
+    bias: int | None = None
 
     @classmethod
     def of(cls, plan: Plan) -> Configuration:
@@ -59,6 +60,8 @@ class Configuration:
             )
         mods = Mods(*(_traced(name, getattr(self, name)) for name in MOD_NAMES))
         plan = make_plan(self._asked(), mods, check_target(self.target))
+        if self.bias is not None:
+            plan = biased(plan, self.bias)
         if not self.block_lists:
             return plan, mods
         if mods.mask_mod is None or not takes_lists(mods.mask_mod.graph):

@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 
 from fa_cute.mods.graph import Graph
 
+SHARED_MEMORY_LIMIT = 232448  # 227 KiB, what one CTA of sm_90 may have
+
 
 @dataclass(frozen=True)
 class FwdConfig:
@@ -139,7 +141,8 @@ class Plan:
     ``gqa_ratio`` is query heads a key/value head. Dtypes are torch's names ("bfloat16").
     ``visits`` says where the blocks that a tile visits come from: "bounds" (causal and the window
     alone: a mask_mod is evaluated on all they leave), "ranges" (those of the mask_mod, computed in
-    the kernel) or "lists" (``Extra.block_lists``).
+    the kernel) or "lists" (``Extra.block_lists``). ``bias``: the place of the captured tensor of
+    score_mod that TMA loads by tiles (``mods/tiles.py``), or None.
     """
 
     direction: str
@@ -157,6 +160,25 @@ class Plan:
     target: str
     config: FwdConfig | FwdSm100Config | BwdConfig
     visits: str = "bounds"
+    bias: int | None = None
+
+    @property
+    def bias_stages(self) -> int:
+        """Slots of the ring of ``bias``: two, or one where two do not fit; 0 where none does.
+
+        What the rest takes: tiles of Q, K and V, diagonals of the mods (``device/score.py``), and a
+        KiB for barriers and words.
+        """
+        c = self.config
+        if self.bias is None or not isinstance(c, FwdConfig):
+            return 0
+        room = SHARED_MEMORY_LIMIT - 1024
+        room -= 2 * c.tile_m * self.width * c.q_stages
+        room -= 2 * c.tile_n * (self.width + self.width_v) * c.kv_stages
+        words = -(-(64 + c.tile_n - 1) // 128) * 128 * c.consumers
+        room -= 4 * words * sum(map(_diagonals, (self.score_mod, self.mask_mod)))
+        size = 4 if self.score_mod.captured[self.bias].dtype == "float32" else 2
+        return max(0, min(2, room // (c.tile_m * c.tile_n * size)))
 
     @property
     def few_queries(self) -> bool:
@@ -202,6 +224,17 @@ def register_pool(threads: int) -> int:
     threads are launched with 168 each, 64,512.
     """
     return 65536 // threads // 8 * 8 * threads
+
+
+def _diagonals(graph: Graph | None) -> int:
+    """At most how many values of q - kv alone a graph hands on to values that are not."""
+    if graph is None:
+        return 0
+    levels = graph.levels()
+    used = {graph.result}
+    for node, level in zip(graph.nodes, levels, strict=True):
+        used.update(() if level == "diagonal" else node.args)
+    return sum(levels[at] == "diagonal" for at in used)
 
 
 def padded(head_dim: int, step: int = 32) -> int:

@@ -55,9 +55,13 @@ def enter(mods: Mods, head: tuple[Int32, Int32], first: Int32) -> Mods:
     return Mods(*rows, mods.collector)
 
 
-def enter_block(rows: Mods, first: Int32) -> Mods:
-    """With what depends on the fragment's columns from ``first`` on computed."""
-    return Mods(*(mod and mod.block(first) for mod in rows[:2]), rows.collector)
+def enter_block(rows: Mods, first: Int32, tiles: score.Tiles | None = None) -> Mods:
+    """With what depends on the fragment's columns from ``first`` on computed.
+
+    ``tiles``: loads of the score_mod that are in shared memory (``device/bias.py``).
+    """
+    blocks = rows.score and rows.score.block(first, tiles)
+    return Mods(blocks, rows.mask and rows.mask.block(first), rows.collector)
 
 
 def collect(blocks: Mods, slopes: score.Slopes, d_score: cute.Tensor) -> None:

@@ -19,11 +19,15 @@ class Reuse(Enum):
     """
 
     ONCE = 0x12F0000000000000  # evict first
+    SOON = 0x1000000000000000  # evict normal: read again within microseconds, by other heads
     OFTEN = 0x14F0000000000000  # evict last
 
 
 class TmaOperand(NamedTuple):
-    """``atom`` copies a (rows, columns) box; ``tensor`` (S, D, H, B) holds coordinates."""
+    """``atom`` copies a (rows, columns) box; ``tensor`` (S, D, H, B) holds coordinates.
+
+    Of a bias, (Sq, Sk, ...): its other dimensions follow.
+    """
 
     atom: cute.CopyAtom
     tensor: cute.Tensor
@@ -36,6 +40,11 @@ def tma_operand(tensor: cute.Tensor, layout: Any, box: tuple[int, int]) -> TmaOp
     holds there.
     """
     by_row = cute.make_tensor(tensor.iterator, cute.select(tensor.layout, mode=[1, 3, 2, 0]))
+    return box_operand(by_row, layout, box)
+
+
+def box_operand(by_row: cute.Tensor, layout: Any, box: tuple[int, int]) -> TmaOperand:
+    """``by_row`` (rows, columns, ...) loaded in boxes of ``box``; ``layout`` as above."""
     one_stage = cute.select(layout, mode=[0, 1])
     load = cpasync.CopyBulkTensorTileG2SOp()
     return TmaOperand(*cpasync.make_tiled_tma_atom(load, by_row, one_stage, box, 1))
@@ -45,8 +54,18 @@ def loader(
     operand: TmaOperand, s: cute.Tensor, head: Int32, batch: Int32, reuse: Reuse
 ) -> Callable[[Int32, Any], None]:
     """``load(block, slot)``: copy that block of the head's rows into the slot's stage."""
+    return box_loader(operand, s, (head, batch), (None, 0), reuse)
+
+
+def box_loader(
+    operand: TmaOperand, s: cute.Tensor, at: tuple, boxes: tuple, reuse: Reuse
+) -> Callable[[Int32, Any], None]:
+    """``load(block, slot)``: copy a box of the operand's first two dimensions at ``at``.
+
+    ``boxes``: which box of rows and which of columns; ``block`` takes the place of None.
+    """
     box = (cute.size(s, mode=[0]), cute.size(s, mode=[1]))
-    g = cute.local_tile(operand.tensor[None, None, head, batch], box, (None, 0))
+    g = cute.local_tile(operand.tensor[(None, None, *at)], box, boxes)
     to, of = cpasync.tma_partition(
         operand.atom,
         0,

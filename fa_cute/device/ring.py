@@ -150,7 +150,7 @@ class Ring:
         """Consumer: wait for the next slot; it must be released exactly once."""
         full, empty = self.barriers
         cute.arch.mbarrier_wait(self._at(full), self.phase)
-        by_lanes = self.spec.noted or not self.spec.tx_bytes
+        by_lanes = self.spec.noted or self.spec.by_lanes or not self.spec.tx_bytes
         freed = self._at(empty) if self.spec.freed else None
         slot = Slot(self.index, self._at(full), freed, read_by_lanes=by_lanes)
         self.slots.append(slot)

@@ -30,7 +30,7 @@ a block in shared memory: ``scratch`` then is ``scratch_words`` 32-bit words and
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -51,6 +51,7 @@ THREADS = 128  # of a warpgroup
 # (D 128, tiles of 128 x 128); the compile takes no longer.
 CHUNK = 8
 
+Tiles = Mapping[int, Callable[[range], Value]]
 _NUMERIC = {"float32": Float32, "int32": Int32, "bool": Boolean}
 
 
@@ -169,16 +170,17 @@ class Rows:
     scope: Scope
     first: Int32
 
-    def block(self, first: Int32) -> Block:
+    def block(self, first: Int32, tiles: Tiles | None = None) -> Block:
         """Enter the block of keys (transposed: queries) ``[first, first + width)``.
 
+        ``tiles``: loads that are at hand, by node: how to read some columns of the fragment.
         With dear diagonals this synchronises the 128 threads of the warpgroup, twice.
         """
         first, mod = Int32(first), self.tile.mod
         if mod.schedule.diagonal:
             self._fill(first)
         scope = self.columns(first, range(mod.fragment.columns))
-        return Block(self, scope.entered(mod.schedule.column, "column"), first)
+        return Block(self, scope.entered(mod.schedule.column, "column"), first, tiles or {})
 
     def columns(self, first: Int32, columns: range) -> Scope:
         """The scope of some of the thread's columns of a block."""
@@ -250,6 +252,7 @@ class Block:
     rows: Rows
     scope: Scope
     first: Int32
+    tiles: Tiles
 
     def score(self, s: cute.Tensor) -> None:
         """Replace ``s`` (rows, columns), which holds Q K^T, by the modified score over ``gain``."""
@@ -323,7 +326,8 @@ class Block:
             )
             for at in self.rows.tile.mod.schedule.column
         }
-        return replace(scope, known={**scope.known, **loaded})
+        tiles = {at: read(columns) for at, read in self.tiles.items()}
+        return replace(scope, known={**scope.known, **loaded, **tiles})
 
 
 @dataclass(frozen=True)

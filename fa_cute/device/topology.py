@@ -16,9 +16,8 @@ import cutlass
 import cutlass.cute as cute
 
 from fa_cute.device.ring import Ring
-from fa_cute.plan import register_pool
+from fa_cute.plan import SHARED_MEMORY_LIMIT, register_pool
 
-SHARED_MEMORY_LIMIT = 232448  # 227 KiB, what one CTA of sm_90 may have
 WARPGROUP = 128
 
 
@@ -45,6 +44,7 @@ class RingSpec:
     of the consumer's role). ``freed``: False where the slot needs no barrier to be filled again.
     ``copies``: this many rings of one kind, side by side (0: a single ring).
     ``noted``: the producer leaves a word with each slot, which lanes of the consumers read.
+    ``by_lanes``: lanes of the consumers read what TMA filled (wgmma reads it where this is False).
     """
 
     name: str
@@ -58,6 +58,7 @@ class RingSpec:
     empties: int | None = None
     freed: bool = True
     copies: int = 0
+    by_lanes: bool = False
 
 
 @dataclass(frozen=True)

@@ -109,6 +109,7 @@ def plans_of(
         return_lse=False,
         sinks=False,
         visits=_visits(forward, config, listed, deterministic),
+        bias=None,
     )
     # The passes around it know nothing of masks and mods: one kernel each for all of these.
     around = replace(

@@ -45,7 +45,7 @@ ABI = "1"
 # What a kernel is made from; nothing else in the package can change one for a given plan.
 SOURCES = (
     *("device", "kernels", "mods/affine.py", "mods/derived.py", "mods/graph.py", "mods/ranges.py"),
-    *("plan.py", "spans.py", "host/compile.py"),
+    *("mods/tiles.py", "plan.py", "spans.py", "host/compile.py"),
 )
 COMPILER = "nvidia-cutlass-dsl"
 BLACKWELL = ("sm_100a", "sm_103a", "sm_100@sm_90a")
@@ -317,12 +317,14 @@ def _fake_arguments(plan: Plan) -> tuple[Any, Extra, Launch]:
 
     graphs = [graph for _, graph in _mods(plan)]
     numbers = {"float32": Float32, "int32": Int32, "bool": cutlass.Boolean}
-    captured = tuple(_fake_captured(c) for graph in graphs for c in graph.captured)
+    captured = [_fake_captured(c) for graph in graphs for c in graph.captured]
+    if plan.bias is not None:  # score_mod's are the first
+        captured[plan.bias] = _fake_tiled(plan.score_mod.captured[plan.bias])
     scalars = tuple(numbers[kind](0) for graph in graphs for kind in graph.scalars)
     return (
         _fake_io(plan),
         Extra(
-            captured or None,
+            tuple(captured) or None,
             scalars or None,
             _fake_sinks() if plan.sinks else None,
             _fake_gradients(plan),
@@ -426,6 +428,18 @@ def _fake_captured(captured: Captured) -> Any:
         shape[-1] = captured.inner
     stride = tuple(cute.sym_int64() for _ in range(captured.ndim))
     return make_fake_tensor(element, tuple(shape), stride, assumed_align=element.width // 8)
+
+
+def _fake_tiled(captured: Captured) -> Any:
+    """Any shape; the last dimension contiguous, all else on 16 bytes, as TMA reads."""
+    import cutlass.cute as cute
+    from cutlass.cute.runtime import make_fake_tensor
+
+    element = _element(captured.dtype)
+    step = 128 // element.width
+    shape = tuple(cute.sym_int() for _ in range(captured.ndim))
+    stride = (*(cute.sym_int64(divisibility=step) for _ in shape[1:]), 1)
+    return make_fake_tensor(element, shape, stride, assumed_align=16)
 
 
 def _fake_gradients(plan: Plan) -> tuple[Any, ...] | None:

@@ -135,6 +135,17 @@ FWD_SM90: tuple[Row, ...] = (
 )
 
 
+# With a captured bias in a ring of its own: two slots of 16 bits an element (or one of 32) fit
+# beside Q, K and V. ``Plan.bias_stages`` is how many do.
+FWD_SM90_BIASED: tuple[Row, ...] = (
+    Row((64, 64), None, True, FwdConfig(192, 112, 2, 1, 32, 160), "not measured; 190 KiB"),
+    Row((96, 96), None, True, FwdConfig(192, 80, 2, 1, 32, 160), "not measured; 157 KiB"),
+    Row((128, 128), None, True, FwdConfig(128, 128, 2, 1, 24, 240), "not measured; 225 KiB"),
+    Row((192, 128), None, True, FwdConfig(128, 96, 2, 1, 24, 240), "not measured; 217 KiB"),
+    Row((192, 192), None, True, FwdConfig(128, 64, 2, 1, 24, 240), "not measured; 177 KiB"),
+    Row((256, 256), None, True, FwdConfig(128, 64, 2, 1, 24, 240), "not measured; 225 KiB"),
+)
+
 # sm_100: 512 columns of tensor memory, a CTA; 227 KiB of shared memory; 65,536 registers for two
 # softmax warpgroups, the correction's and the one that loads and multiplies. None is measured: no
 # such GPU was at hand. ``emulated`` follows the cycle model of docs/blackwell.md.
@@ -191,6 +202,11 @@ def fwd_sm90(
     return _first(FWD_SM90, (head_dim, head_dim_v), cut, modified, dtype)
 
 
+def fwd_sm90_biased(head_dim: int, head_dim_v: int) -> FwdConfig:
+    """The configuration of a forward on sm_90 whose bias has a ring; ValueError as ``fwd_sm90``."""
+    return _first(FWD_SM90_BIASED, (head_dim, head_dim_v), False, True, "bfloat16")
+
+
 def fwd_sm100(
     head_dim: int, head_dim_v: int, *, cut: bool, modified: bool, dtype: str = "bfloat16"
 ) -> FwdSm100Config:
@@ -229,7 +245,7 @@ def fwd_sm103(
 def why(config: FwdConfig | FwdSm100Config) -> str:
     """The reason of the row of a forward's ``config``, or of the row that it was made from."""
     made = "packed" if isinstance(config, FwdConfig) else "emulated"
-    rows = (*FWD_SM90, *FWD_SM100)
+    rows = (*FWD_SM90, *FWD_SM90_BIASED, *FWD_SM100)
     exact = (row for row in rows if row.config is config)
     near = (
         row

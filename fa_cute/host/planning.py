@@ -10,6 +10,7 @@ import torch
 
 from fa_cute.host import configs
 from fa_cute.mods.affine import ranges_of
+from fa_cute.mods.tiles import tiled_loads
 from fa_cute.mods.trace import Traced, trace_mask_mod, trace_score_mod
 from fa_cute.plan import FwdConfig, Plan
 
@@ -25,6 +26,7 @@ CONFIGS = {
     "sm_103a": configs.fwd_sm103,
     HOSTED: configs.fwd_sm100,
 }
+ALIGNMENT = 16  # bytes: what TMA reads at a time
 MOD_NAMES = ("score_mod", "mask_mod")
 
 
@@ -81,6 +83,25 @@ class Mods(NamedTuple):
         first = () if score_mod is None else score_mod.scalars
         return first if mask_mod is None else first + mask_mod.scalars
 
+    @property
+    def bias(self) -> int | None:
+        """The first captured tensor of score_mod that TMA can load by tiles, if there is one.
+
+        Its layout decides, which is why a tensor that moves may need another kernel.
+        """
+        if self.score_mod is None or not self.score_mod.captured:
+            return None
+        slots = tiled_loads(self.score_mod.graph)
+        ready = (slot for slot in slots if by_tiles(self.score_mod.captured[slot]))
+        return next(ready, None)
+
+
+def by_tiles(tensor: torch.Tensor) -> bool:
+    """Whether TMA can load ``tensor``: rows contiguous; address, other strides on 16 bytes."""
+    *outer, last = tensor.stride()
+    unit = ALIGNMENT // tensor.element_size()
+    return last == 1 and not any(x % unit for x in outer) and tensor.data_ptr() % ALIGNMENT == 0
+
 
 NO_MODS = Mods()
 
@@ -109,7 +130,7 @@ def make_plan(problem: Problem, mods: Mods, target: str) -> Plan:
     bare = not any((score_mod, mask_mod, problem.sinks))
     if bare and problem.few_queries and packs(problem.gqa_ratio, config):
         config = replace(config, packed=True)
-    return Plan(
+    plan = Plan(
         direction="forward",
         dtype=dtype,
         head_dim=problem.head_dim,
@@ -126,6 +147,24 @@ def make_plan(problem: Problem, mods: Mods, target: str) -> Plan:
         config=config,
         visits=_visits(mods, config),
     )
+    return plan if mods.bias is None else biased(plan, mods.bias)
+
+
+def biased(plan: Plan, slot: int) -> Plan:
+    """``plan`` with TMA loading score_mod's captured tensor ``slot`` by tiles, where that can be.
+
+    It cannot where the kernel is of another architecture, where no slot of a ring fits beside the
+    rest, and where lists of blocks are made for a tile that has no room for it. ValueError if the
+    mod does not read that tensor at ``[..., q, kv]``.
+    """
+    if plan.score_mod is None or slot not in tiled_loads(plan.score_mod):
+        raise ValueError(f"score_mod reads no captured tensor {slot} at [..., q, kv]")
+    if not isinstance(plan.config, FwdConfig):
+        return plan
+    config = configs.fwd_sm90_biased(plan.head_dim, plan.head_dim_v)
+    same = (config.tile_m, config.tile_n) == (plan.config.tile_m, plan.config.tile_n)
+    found = replace(plan, config=config, bias=slot)
+    return found if found.bias_stages and (same or plan.visits != "lists") else plan
 
 
 def takes_lists(graph: Graph) -> bool:

@@ -28,13 +28,14 @@ from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import cpasync, warpgroup
 
 from fa_cute.device import epilogue, mask, mma_sm90, modifiers, packing, score, softmax
+from fa_cute.device.bias import Bias, Reader
 from fa_cute.device.bounds import bounds_of
 from fa_cute.device.modifiers import Mods
 from fa_cute.device.operand import Reuse, TmaOperand, loader, tma_operand
 from fa_cute.device.ring import Turns
 from fa_cute.device.scheduler import Place, Tiles, draw
 from fa_cute.device.topology import WARPGROUP, RingSpec, Role, Topology
-from fa_cute.device.visits import Visit
+from fa_cute.device.visits import Visit, inputs_of
 from fa_cute.device.walk import Walk
 from fa_cute.plan import Extra, Io, Launch, Plan
 from fa_cute.spans import Bounds
@@ -50,10 +51,15 @@ def topology(plan: Plan) -> Topology:
     q_bytes = c.tile_m * plan.width * 2
     k_bytes = c.tile_n * plan.width * 2
     v_bytes = c.tile_n * plan.width_v * 2
-    noted = plan.visits != "bounds"
+    noted, tile = plan.visits != "bounds", bias_of(plan)
+    biases = ()
+    if tile is not None:
+        why = "freed when it is added to S"
+        spec = RingSpec("bias", plan.bias_stages, tile.bytes, "load", "math", why, by_lanes=True)
+        biases = (spec,)
     return Topology(
         roles=(
-            Role("load", 1, c.producer_registers, 1, "draws tiles; TMA loads of Q, K and V"),
+            Role("load", 1, c.producer_registers, 1, "draws tiles; TMA loads of Q, K, V, a bias"),
             Role("math", c.consumers, c.consumer_registers, 4, "wgmma, softmax, stores"),
         ),
         rings=(
@@ -61,13 +67,22 @@ def topology(plan: Plan) -> Topology:
             RingSpec("q", c.q_stages, q_bytes, "load", "math", "freed after the tile's last S"),
             RingSpec("k", c.kv_stages, k_bytes, "load", "math", "freed when S is there", noted),
             RingSpec("v", c.kv_stages, v_bytes, "load", "math", "freed when P V is there"),
+            *biases,
         ),
     )
+
+
+def bias_of(plan: Plan) -> Bias | None:
+    """The captured tensor that TMA loads by tiles, if there is one."""
+    if plan.bias is None:
+        return None
+    return Bias(plan.score_mod, plan.bias, (plan.config.tile_m, plan.config.tile_n))
 
 
 class Buffers(NamedTuple):
     """Shared memory: q (tile_m, D, stages), k (tile_n, D, ·), v (tile_n, Dv, ·).
 
+    ``bias``: (tile_m, tile_n, ·), or None.
     ``next``: headers (words, stages). ``notes``: the visits' words (stages of K,), or None.
     ``scratch``: 32-bit words of the mods' diagonals, one part a consumer warpgroup, or None.
     """
@@ -78,6 +93,7 @@ class Buffers(NamedTuple):
     next: cute.Tensor
     notes: cute.Tensor | None
     scratch: Any
+    bias: cute.Tensor | None
 
 
 @dataclass(frozen=True)
@@ -98,6 +114,7 @@ class Operands:
     bounds: Bounds
     scale: Float32
     extra: Extra | None
+    bias: TmaOperand | None
 
 
 class Work(NamedTuple):
@@ -135,6 +152,7 @@ class Sweep:
     work: Work
     q: Any
     notes: cute.Tensor | None
+    bias: Reader | None
 
 
 class FwdSm90:
@@ -145,6 +163,7 @@ class FwdSm90:
         self.topology = topology(plan)
         self.turns = Turns(TURNS, plan.config.consumers if plan.config.ping_pong else 1)
         self.dtype = DTYPES[plan.dtype]
+        self.bias = bias_of(plan)
         graphs = (plan.score_mod, plan.mask_mod)
         self.fragment = mma_sm90.fragment(plan.config.tile_n)
         self.walk = Walk(plan, self.fragment)
@@ -170,6 +189,10 @@ class FwdSm90:
             tma_operand(tensor, layout, box)
             for tensor, layout, box in zip((io.q, io.k, io.v), layouts, boxes, strict=True)
         )
+        bias = None
+        if const_expr(self.bias is not None):
+            layouts += (self.bias.layout(plan.bias_stages),)
+            bias = self.bias.operand(extra.captured[plan.bias], layouts[-1])
         operands = Operands(
             q=q,
             k=k,
@@ -185,6 +208,7 @@ class FwdSm90:
             bounds=bounds,
             scale=launch.scale,
             extra=extra,
+            bias=bias,
         )
         self.kernel(operands).launch(
             grid=[cutlass.min(operands.tiles.count, launch.sm_count), 1, 1],
@@ -210,27 +234,30 @@ class FwdSm90:
 
     def allocate(self, x: Operands) -> tuple[Any, Buffers]:
         """Shared memory: the barriers' storage, and the buffers as tensors."""
-        sizes = {
-            name: (self.dtype, cute.cosize(layout))
-            for name, layout in zip("qkv", x.layouts, strict=True)
-        }
         words_of = cute.make_layout((self.walk.header, NEXT_STAGES))
-        sizes["next"] = (Int32, cute.size(words_of))
+        sizes = {"next": (Int32, cute.size(words_of))}
         if self.walk.noted:
             sizes["notes"] = (Int32, self.config.kv_stages)
+        names = ("q", "k", "v") if self.bias is None else ("q", "k", "v", "bias")
+        layouts = dict(zip(names, x.layouts, strict=True))
+        for name, layout in layouts.items():
+            dtype = self.bias.dtype if name == "bias" else self.dtype
+            sizes[name] = (dtype, cute.cosize(layout))
         words = sum(self.scratch_words)
         if words:
             sizes["scratch"] = (Int32, words * self.config.consumers)
-        storage = cutlass.memory.SmemAllocator().allocate(self.topology.storage(sizes))
-        q, k, v = (
+        # The words of headers and notes lie beside the barriers: with a bias every KiB counts.
+        topology = self.topology.storage(sizes, ("next", "notes", "scratch"))
+        storage = cutlass.memory.SmemAllocator().allocate(topology)
+        q, k, v, *bias = (
             getattr(storage, name).get_tensor(layout.outer, swizzle=layout.inner)
-            for name, layout in zip("qkv", x.layouts, strict=True)
+            for name, layout in layouts.items()
         )
         following, notes = storage.next.get_tensor(words_of), None
         if self.walk.noted:
             notes = storage.notes.get_tensor(cute.make_layout(self.config.kv_stages))
         scratch = storage.scratch.data_ptr() if words else None
-        return storage, Buffers(q, k, v, following, notes, scratch)
+        return storage, Buffers(q, k, v, following, notes, scratch, bias[0] if bias else None)
 
     @cute.jit
     def load(self, x: Operands, rings, buffers: Buffers):
@@ -250,11 +277,15 @@ class FwdSm90:
             if visits.count > 0:
                 load_q = loader(x.q, buffers.q, place.head, place.batch, Reuse.ONCE)
                 load_k = loader(x.k, buffers.k, kv_head, place.batch, Reuse.OFTEN)
+                load_bias = self.bias_loader(x, buffers, place)
                 visit = visits.at(Int32(0))
                 with rings.k.fill(self.note(buffers, visit)) as first:
                     load_k(visit.block, first)
                 with rings.q.fill() as only:
                     load_q(place.block, only)
+                if const_expr(self.bias is not None):
+                    with rings.bias.fill() as opening:
+                        load_bias(visit.block, opening)
                 block = visit.block
                 for i in cutlass.range(1, visits.count, unroll=1):
                     following = visits.at(i)
@@ -262,6 +293,9 @@ class FwdSm90:
                         load_k(following.block, k)
                     with rings.v.fill() as v:
                         load_v(block, v)
+                    if const_expr(self.bias is not None):
+                        with rings.bias.fill() as box:
+                            load_bias(following.block, box)
                     block = following.block
             if const_expr(not self.walk.noted):
                 # Drawn late, so that who is done first takes the longest tile left; the atomic's
@@ -271,6 +305,15 @@ class FwdSm90:
             if visits.count > 0:
                 with rings.v.fill() as last:
                     load_v(visits.at(visits.count - 1).block, last)
+
+    def bias_loader(self, x: Operands, buffers: Buffers, place: Place) -> Any:
+        """``load(block, slot)`` of the bias' boxes beside a tile of queries, or None."""
+        if self.bias is None:
+            return None
+        graphs, head = (self.plan.score_mod, self.plan.mask_mod), (place.batch, place.head)
+        given, _ = score.deal(graphs, x.extra.captured, x.extra.scalars)
+        lead = inputs_of(self.bias.lead, given, self.fragment, head)
+        return self.bias.loader(x.bias, buffers.bias, lead, place.block)
 
     def note(self, buffers: Buffers, visit: Visit) -> Any:
         """What the producer leaves with a slot of K, for ``Ring.fill``."""
@@ -332,14 +375,19 @@ class FwdSm90:
         limit = mask.limits(x.bounds, work.row, 2 * (work.thread % 4), self.walk.group)
         f.o.fill(0.0)
         q = rings.q.take()
-        body = Sweep(x, f, state, limit, mods, work, q, buffers.notes)
+        body = Sweep(
+            x, f, state, limit, mods, work, q, buffers.notes, self.reader(x, buffers, work)
+        )
         k = rings.k.take()
         s = self.issue_scores(body, k)
         block = Visit.of(buffers.notes[k.index]).block if const_expr(self.walk.noted) else walk.last
-        blocks = self.enter_block(mods, block)
+        bias = self.take_bias(rings)
+        blocks = self.enter_block(body, mods, block, bias)
         warpgroup.wait_group(0)
         k.release()
         self.modify(body, blocks, s, block, True)
+        if const_expr(bias is not None):
+            bias.release()
         s_view = mma_sm90.rows_and_columns(s)
         softmax.exponentiate(s_view, state, self.exponent(body), first=True)
         mma_sm90.convert(s, f.p)
@@ -389,11 +437,12 @@ class FwdSm90:
         v = rings.v.take()
         self.add_values(x, f, v)
         self.turns.give(body.work.warpgroup)
+        bias = self.take_bias(rings)
         if const_expr(edge is None):
             visit = Visit.of(body.notes[k.index])
-            blocks = self.enter_block(body.mods._replace(mask=None), visit.block)
+            blocks = self.enter_block(body, body.mods._replace(mask=None), visit.block, bias)
         else:
-            blocks = self.enter_block(body.mods, block)
+            blocks = self.enter_block(body, body.mods, block, bias)
         warpgroup.wait_group(1)
         k.release()
         if const_expr(edge is None):
@@ -401,6 +450,8 @@ class FwdSm90:
             self.restrict(body, s, visit)
         else:
             self.modify(body, blocks, s, block, edge)
+        if const_expr(bias is not None):
+            bias.release()
         s_view = mma_sm90.rows_and_columns(s)
         softmax.exponentiate(s_view, state, self.exponent(body), first=False)
         warpgroup.wait_group(0)
@@ -411,9 +462,24 @@ class FwdSm90:
         softmax.add_up(s_view, state, first=False)
         return rings
 
-    def enter_block(self, mods: Mods, block: Int32) -> Mods:
-        """The mods with what depends on a KV block's columns computed, while S is multiplied."""
-        return modifiers.enter_block(mods, block * self.config.tile_n)
+    def reader(self, x: Operands, buffers: Buffers, work: Work) -> Reader | None:
+        """What this thread reads of the bias' boxes, or None."""
+        if self.bias is None:
+            return None
+        thread = work.warpgroup * WARPGROUP + work.thread
+        return self.bias.reader(x.qk, buffers.bias, thread)
+
+    def take_bias(self, rings) -> Any:
+        """The next slot of the bias' ring, or None."""
+        return None if self.bias is None else rings.bias.take()
+
+    def enter_block(self, body: Sweep, mods: Mods, block: Int32, bias: Any) -> Mods:
+        """The mods with what depends on a KV block's columns computed, while S is multiplied.
+
+        ``bias``: the slot that holds the bias' box, or None.
+        """
+        tiles = None if bias is None else body.bias.values(bias.index)
+        return modifiers.enter_block(mods, block * self.config.tile_n, tiles)
 
     def modify(self, body: Sweep, blocks: Mods, s: cute.Tensor, block: Int32, edge: bool) -> None:
         """score_mod, then the bounds where the block is an edge, then mask_mod, on S in place."""
@@ -431,7 +497,8 @@ class FwdSm90:
         if visit.whole == 0:
             mods = body.mods._replace(score=None)
             cut = const_expr(self.plan.causal or any(self.plan.window))
-            self.modify(body, self.enter_block(mods, visit.block), s, visit.block, cut)
+            blocks = self.enter_block(body, mods, visit.block, None)
+            self.modify(body, blocks, s, visit.block, cut)
 
     def exponent(self, body: Sweep) -> Float32:
         """c, what a score is multiplied with to become an exponent of 2."""

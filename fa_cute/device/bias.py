@@ -1,0 +1,151 @@
+"""A captured tensor that score_mod reads at ``[..., q, kv]``, loaded by TMA beside K.
+
+A tile of scores reads one box of it. The producer copies the box into a slot of a ring of its own,
+in the widest swizzle; a consumer reads what its threads hold of the scores, in the order of their
+accumulators. 16-bit elements come by ldmatrix, four 8 x 8 matrices at a time: thread t of a warp
+gets row t / 4, columns 2 (t % 4) + {0, 1} of each, as wgmma gives it S; no bank is asked twice.
+fp32 comes in pairs; two rows then share banks (a pair is 8 bytes of a 16-byte chunk), so a tile
+takes 4 passes of a bank for 2.
+
+Rows and columns past the tensor's ends arrive as zeros, and no other index leaves it: each is
+wrapped once if negative and clamped, as by ``captured.Source``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32
+from cutlass.cute.nvgpu import warp
+
+from fa_cute.device import emit
+from fa_cute.device.lower import lower
+from fa_cute.device.mma_sm90 import FRAGMENT_ROWS, smem_layout
+from fa_cute.device.operand import Reuse, TmaOperand, box_loader, box_operand
+from fa_cute.device.scope import Value
+from fa_cute.mods.graph import Graph
+from fa_cute.mods.tiles import lead_graphs, shared_by, tiled_loads
+
+DTYPES = {
+    "float16": cutlass.Float16,
+    "bfloat16": cutlass.BFloat16,
+    "float32": cutlass.Float32,
+}
+Columns = Callable[[range], Value]
+
+
+@dataclass(frozen=True)
+class Bias:
+    """The captured tensor ``slot`` of ``graph`` in boxes of ``box`` = (queries, keys)."""
+
+    graph: Graph
+    slot: int
+    box: tuple[int, int]
+
+    @property
+    def dtype(self) -> type:
+        """The compiler's type of its elements."""
+        return DTYPES[self.graph.captured[self.slot].dtype]
+
+    @property
+    def bytes(self) -> int:
+        """Of one box."""
+        return self.box[0] * self.box[1] * self.dtype.width // 8
+
+    @property
+    def shared_by(self) -> frozenset[str]:
+        """Which of batches ("b") and query heads ("h") read the same boxes."""
+        return shared_by(self.graph, self.slot)
+
+    @property
+    def node(self) -> int:
+        """The load, in the graph as ``lower`` makes it."""
+        return tiled_loads(lower(self.graph).graph)[self.slot]
+
+    def layout(self, stages: int) -> Any:
+        """Of shared memory: (queries, keys, stages)."""
+        return smem_layout(self.dtype, *self.box, stages)
+
+    def operand(self, tensor: cute.Tensor, layout: Any) -> TmaOperand:
+        """``tensor`` (..., Sq, Sk), its coordinates in the order (Sq, Sk, ...)."""
+        last = cute.rank(tensor) - 1
+        modes = [last - 1, last, *range(last - 1)]
+        by_row = cute.make_tensor(tensor.iterator, cute.select(tensor.layout, mode=modes))
+        return box_operand(by_row, layout, self.box)
+
+    @property
+    def lead(self) -> tuple[Graph, ...]:
+        """What computes the indices before q and kv, for ``visits.inputs_of``."""
+        return lead_graphs(self.graph, self.slot)
+
+    def loader(
+        self, operand: TmaOperand, s: cute.Tensor, lead: Sequence[Int32], block: Int32
+    ) -> Callable[[Int32, Any], None]:
+        """``load(keys, slot)``: copy the box of queries ``block`` and that block of keys.
+
+        ``lead``: the values of the graphs of ``lead``.
+        """
+        extents = operand.tensor.shape[2:]
+        at = tuple(inside(*pair) for pair in zip(lead, extents, strict=True))
+        reuse = Reuse.SOON if self.shared_by else Reuse.ONCE
+        return box_loader(operand, s, at, (block, None), reuse)
+
+    def reader(self, mma: cute.TiledMma, s: cute.Tensor, thread: Int32) -> Reader:
+        """What ``thread`` (of all the consumers') reads of ``s`` (queries, keys, stages)."""
+        return Reader.of(self, mma, s, thread)
+
+
+def inside(index: Int32, extent: Int32) -> Int32:
+    """``index``, from the end if negative, clamped into a dimension of ``extent``."""
+    index = cutlass.select_(index < 0, index + extent, index)
+    return cutlass.min(cutlass.max(index, Int32(0)), extent - 1)
+
+
+class Reader(NamedTuple):
+    """A thread's part of the boxes in shared memory: ``source`` ((values, pieces), 1, 1, stages).
+
+    A piece of 16-bit elements is four matrices: 4 columns of both rows of the fragment, in the
+    order (pair, row, half); one of fp32 is 2 columns of a row, and rows alternate.
+    """
+
+    node: int
+    dtype: type
+    copy: cute.TiledCopy
+    source: cute.Tensor
+
+    @staticmethod
+    def of(bias: Bias, mma: cute.TiledMma, s: cute.Tensor, thread: Int32) -> Reader:
+        """See ``Bias.reader``."""
+        operation, options = warp.LdMatrix8x8x16bOp(num_matrices=4), {}
+        if bias.dtype.width == 32:
+            operation, options = cute.nvgpu.CopyUniversalOp(), {"num_bits_per_copy": 64}
+        atom = cute.make_copy_atom(operation, bias.dtype, **options)
+        copy = cute.make_tiled_copy_C(atom, mma)
+        return Reader(bias.node, bias.dtype, copy, copy.get_slice(thread).partition_S(s))
+
+    def values(self, stage: Int32) -> dict[int, Columns]:
+        """For ``score.Rows.block``: how to read the load's value from the slot ``stage``."""
+        return {self.node: lambda columns: self._read(columns, stage)}
+
+    def _read(self, columns: range, stage: Int32) -> Value:
+        """Columns of the fragment: for each of its rows a vector of fp32."""
+        rows: list[list[Any]] = [[] for _ in range(FRAGMENT_ROWS)]
+        if self.dtype.width == 32:
+            for at in range(columns.start, columns.stop):
+                rows[at % FRAGMENT_ROWS].append(self._piece(at, stage))
+        else:
+            for at in range(columns.start // 4, columns.stop // 4):
+                piece = self._piece(at, stage)
+                for row, parts in enumerate(rows):
+                    parts += [emit.part(piece, first + 2 * row, 2) for first in (0, 4)]
+        return Value("element", tuple(map(emit.joined, rows)))
+
+    def _piece(self, at: int, stage: Int32) -> Any:
+        source = self.source[(None, at), 0, 0, stage]
+        found = cute.make_rmem_tensor(source.shape, self.dtype)
+        cute.copy(self.copy, source, found)
+        return found.load().to(cutlass.Float32).ir_value()
