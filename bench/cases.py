@@ -144,6 +144,11 @@ def dense_bias(case: Case, device: torch.device) -> torch.Tensor:
     return _normal((case.heads, case.seqlen, case.seqlen), device, getattr(torch, case.dtype))
 
 
+def shared_bias(case: Case, device: torch.device) -> torch.Tensor:
+    """A bias ``(S, S)`` in the case's dtype, shared by batch and heads."""
+    return _normal((case.seqlen, case.seqlen), device, getattr(torch, case.dtype))
+
+
 def _normal(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> torch.Tensor:
     if device.type == "meta":
         return torch.empty(shape, device=device, dtype=dtype)
@@ -165,6 +170,18 @@ def _bias(case: Case, device: torch.device) -> Callable:
     return lambda score, b, h, q, kv: score + bias[h, q, kv]
 
 
+def _shared_bias(case: Case, device: torch.device) -> Callable:
+    bias = shared_bias(case, device)
+    return lambda score, b, h, q, kv: score + bias[q, kv]
+
+
+def _bias_by_elements(case: Case, device: torch.device) -> Callable:
+    """``_bias`` with rows that TMA cannot load: one element further apart."""
+    size = case.heads, case.seqlen, case.seqlen + 1
+    bias = _normal(size, device, getattr(torch, case.dtype))[..., :-1]
+    return lambda score, b, h, q, kv: score + bias[h, q, kv]
+
+
 def _t5(case: Case, device: torch.device) -> Callable:
     return t5_relative_bias(t5_table(case.heads, device))
 
@@ -174,6 +191,8 @@ VARIANTS: dict[str, Callable[[Case, torch.device], Callable] | None] = {
     "alibi": _alibi,
     "softcap": _softcap,
     "bias": _bias,
+    "shared-bias": _shared_bias,
+    "bias-by-elements": _bias_by_elements,
     "t5": _t5,
 }
 

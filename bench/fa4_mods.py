@@ -14,7 +14,7 @@ import cutlass
 import cutlass.cute as cute
 import torch
 
-from bench.cases import Case, alibi_slopes, dense_bias, t5_table
+from bench.cases import Case, alibi_slopes, dense_bias, shared_bias, t5_table
 
 
 def _one(value: Any) -> Any:
@@ -32,6 +32,11 @@ def _alibi(score, b, h, q_idx, kv_idx, seqlen_info, aux_tensors):
 @cute.jit
 def _bias(score, b, h, q_idx, kv_idx, seqlen_info, aux_tensors):
     return score + _one(aux_tensors[0][h[0], q_idx[0], kv_idx[0]])
+
+
+@cute.jit
+def _shared_bias(score, b, h, q_idx, kv_idx, seqlen_info, aux_tensors):
+    return score + _one(aux_tensors[0][q_idx[0], kv_idx[0]])
 
 
 @cute.jit
@@ -59,6 +64,7 @@ def modifiers(case: Case, device: torch.device) -> dict[str, Any]:
         "softcap": lambda: {"softcap": 30.0},
         "alibi": lambda: _captured(_alibi, alibi_slopes(case.heads, device)),
         "bias": lambda: _captured(_bias, dense_bias(case, device)),
+        "shared-bias": lambda: _captured(_shared_bias, shared_bias(case, device)),
         "t5": lambda: _captured(_t5, t5_table(case.heads, device)),
     }
     return build[case.variant]()

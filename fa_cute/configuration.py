@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from fa_cute.host.planning import MOD_NAMES, Mods, biased, make_plan, takes_lists
+from fa_cute.host.planning import MOD_NAMES, Mods, biased, plan_by_elements, takes_lists
 from fa_cute.host.target import check_target
 from fa_cute.mods.graph import Captured, Graph, Node
 from fa_cute.mods.trace import Traced
@@ -59,17 +59,20 @@ class Configuration:
                 f"direction {self.direction!r}: only 'forward' is there so far"
             )
         mods = Mods(*(_traced(name, getattr(self, name)) for name in MOD_NAMES))
-        plan = make_plan(self._asked(), mods, check_target(self.target))
-        if self.bias is not None:
-            plan = biased(plan, self.bias)
-        if not self.block_lists:
-            return plan, mods
+        plan = plan_by_elements(self._asked(), mods, check_target(self.target))
+        if self.block_lists:
+            plan = replace(plan, visits=self._lists(mods))
+        bias = mods.bias if self.bias is None else self.bias
+        return (plan if bias is None else biased(plan, bias)), mods
+
+    def _lists(self, mods: Mods) -> str:
+        """How a plan says that it reads lists; ValueError for a mask that has none."""
         if mods.mask_mod is None or not takes_lists(mods.mask_mod.graph):
             raise ValueError(
                 "block_lists is True, but lists are read for a mask_mod that no ranges tell, and "
                 + ("there is none" if mods.mask_mod is None else "ranges tell this: leave it out")
             )
-        return replace(plan, visits="lists"), mods
+        return "lists"
 
     def _asked(self) -> _Asked:
         return _Asked(

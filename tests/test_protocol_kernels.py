@@ -36,6 +36,11 @@ def chunked(b: Any, h: Any, q: Any, kv: Any) -> Any:
     return (q // 64) == (kv // 64)
 
 
+def biased(dtype: torch.dtype = torch.bfloat16, **facts: Any) -> Plan:
+    bias = torch.empty(16, 256, 256, dtype=dtype, device="meta")
+    return forward(score_mod=lambda s, b, h, q, kv: s + bias[h, q, kv], **facts)
+
+
 def listed(**facts: Any) -> Plan:
     return replace(forward(mask_mod=chunked, **facts), visits="lists")
 
@@ -47,6 +52,10 @@ KERNELS: dict[str, Callable[[], Plan]] = {
     "ranges of a mask": lambda: forward(mask_mod=chunked),
     "lists of a mask": listed,
     "diagonals in shared memory": lambda: forward(score_mod=t5_relative_bias(torch.zeros(32, 8))),
+    "a bias, two slots": biased,
+    "a bias, one slot, causal": lambda: biased(torch.float32, causal=True),
+    "a bias, three consumers, window": lambda: biased(head_dim=64, window=(True, True)),
+    "a bias under a mask": lambda: biased(mask_mod=chunked),
     "backward": backward,
     "backward, causal, deterministic": lambda: backward(
         causal=True, gqa_ratio=2, deterministic=True
@@ -154,6 +163,26 @@ def before(late: Callable[[Any], bool], wait: Callable[[Any], bool]) -> Callable
         return items
 
     return edit
+
+
+@pytest.mark.parametrize("change", ["early", "missing"])
+def test_a_slot_of_the_bias(change: str) -> None:
+    """Released before its last reading, the next box overwrites it; not released, nothing moves."""
+    program, _ = recorded(biased())
+    release = releases(program, "bias")
+
+    def early(items: list) -> list:
+        mine = [item for item in items if release(item)]
+        rest = [item for item in items if not release(item)]
+        taken = (
+            isinstance(i, protocol.Wait) and (i.ring, i.side) == ("bias", "take") for i in rest
+        )
+        at = next((at for at, yes in enumerate(taken, 1) if yes), 0)
+        return rest[:at] + mine + rest[at:]
+
+    wrong = wrong_by(program, early if change == "early" else without(release))
+    expected = "unordered access: Copy" if change == "early" else "deadlock"
+    assert expected in found_in(biased(), wrong)
 
 
 def is_wait(op: Any) -> bool:

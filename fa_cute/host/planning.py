@@ -109,6 +109,15 @@ NO_MODS = Mods()
 def make_plan(problem: Problem, mods: Mods, target: str) -> Plan:
     """The plan of a forward for ``target`` (``CONFIGS``); ValueError for a target without kernels.
 
+    Where a captured tensor of the score_mod can be loaded by tiles, it is.
+    """
+    plan = plan_by_elements(problem, mods, target)
+    return plan if mods.bias is None else biased(plan, mods.bias)
+
+
+def plan_by_elements(problem: Problem, mods: Mods, target: str) -> Plan:
+    """``make_plan``, but captured tensors are read element by element.
+
     The forward is deterministic by construction (one CTA owns a row of the output and visits its
     blocks in a fixed order), so ``deterministic`` is False in its plan and never splits the cache.
     """
@@ -130,7 +139,7 @@ def make_plan(problem: Problem, mods: Mods, target: str) -> Plan:
     bare = not any((score_mod, mask_mod, problem.sinks))
     if bare and problem.few_queries and packs(problem.gqa_ratio, config):
         config = replace(config, packed=True)
-    plan = Plan(
+    return Plan(
         direction="forward",
         dtype=dtype,
         head_dim=problem.head_dim,
@@ -147,7 +156,6 @@ def make_plan(problem: Problem, mods: Mods, target: str) -> Plan:
         config=config,
         visits=_visits(mods, config),
     )
-    return plan if mods.bias is None else biased(plan, mods.bias)
 
 
 def biased(plan: Plan, slot: int) -> Plan:
@@ -161,7 +169,8 @@ def biased(plan: Plan, slot: int) -> Plan:
         raise ValueError(f"score_mod reads no captured tensor {slot} at [..., q, kv]")
     if not isinstance(plan.config, FwdConfig):
         return plan
-    config = configs.fwd_sm90_biased(plan.head_dim, plan.head_dim_v)
+    dtype = plan.score_mod.captured[slot].dtype
+    config = configs.fwd_sm90_biased(plan.head_dim, plan.head_dim_v, dtype)
     same = (config.tile_m, config.tile_n) == (plan.config.tile_m, plan.config.tile_n)
     found = replace(plan, config=config, bias=slot)
     return found if found.bias_stages and (same or plan.visits != "lists") else plan

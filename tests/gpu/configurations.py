@@ -205,6 +205,55 @@ MASKS: dict[str, Configuration] = {
     "biased": C(mods=modifiers.biased, block_lists=True),
     "biased-ranges": C(mods=modifiers.biased_ranges, ratio=3),
 }
+# A captured bias [..., q, kv], which TMA loads by tiles: each row of its table, each dtype.
+BIASES: dict[str, Configuration] = {
+    "d128-bf16": C(mods=modifiers.dense("h", "bfloat16")),
+    "d128-fp16-causal": C(
+        dtype="float16", causal=True, ratio=4, mods=modifiers.dense("bh", "float16")
+    ),
+    "d128-fp32": C(mods=modifiers.dense("", "float32")),
+    "d128-fp32-causal": C(causal=True, mods=modifiers.dense("h", "float32"), ratio=3),
+    "d64-bf16-causal": C(64, causal=True, mods=modifiers.dense("b", "bfloat16")),
+    "d64-fp32-window": C(64, window=(True, True), mods=modifiers.dense("h", "float32")),
+    "d40-fp16-fp16": C(40, "float16", mods=modifiers.dense("", "float16"), ratio=4),
+    "d96-fp16": C(96, mods=modifiers.dense("bh", "float16"), ratio=2),
+    "d72-fp32-causal": C(72, causal=True, mods=modifiers.dense("h", "float32")),
+    "d192-bf16": C(192, mods=modifiers.dense("h", "bfloat16")),
+    "d192-fp32": C(192, causal=True, mods=modifiers.dense("", "float32")),
+    "d192-128-bf16": C(192, head_dim_v=128, causal=True, mods=modifiers.dense("h", "bfloat16")),
+    "d192-128-fp32": C(192, head_dim_v=128, mods=modifiers.dense("b", "float32"), ratio=4),
+    "d256-bf16-causal": C(256, causal=True, ratio=3, mods=modifiers.dense("h", "bfloat16")),
+    "d256-fp32": C(256, "float16", mods=modifiers.dense("", "float32")),
+    "left": C(causal=True, window=(True, False), mods=modifiers.dense("b", "bfloat16")),
+    "sinks": C(64, sinks=True, mods=modifiers.dense("h", "bfloat16")),
+    "without lse": C(ratio=4, return_lse=False, mods=modifiers.dense("h", "bfloat16")),
+    "two": C(mods=modifiers.two_biases, ratio=4),
+    "chosen": C(64, mods=modifiers.chosen_bias, ratio=4),
+    "capped": C(causal=True, mods=modifiers.capped_bias, approximation=0.006),
+    "document": C(mods=modifiers.beside("h", "bfloat16", modifiers.document)),
+    "ranges": C(mods=modifiers.beside("b", "bfloat16", modifiers.cutoffs), ratio=4),
+    "ranges-64-causal": C(
+        64, causal=True, mods=modifiers.beside("h", "float32", modifiers.cutoffs)
+    ),
+    "lists": C(mods=modifiers.beside("h", "bfloat16", modifiers.scattered), block_lists=True),
+    "lists-causal": C(
+        64, causal=True, mods=modifiers.beside("", "float16", modifiers.scattered), block_lists=True
+    ),
+}
+# The same without TMA: rows of the bias are not apart by 16 bytes.
+UNTILED: dict[str, Configuration] = {
+    name: replace(BIASES[name], mods=modifiers.dense(lead, dtype, tiled=False))
+    for name, lead, dtype in (
+        ("d128-bf16", "h", "bfloat16"),
+        ("d128-fp16-causal", "bh", "float16"),
+        ("d128-fp32", "", "float32"),
+        ("d64-bf16-causal", "b", "bfloat16"),
+        ("d96-fp16", "bh", "float16"),
+        ("d192-bf16", "h", "bfloat16"),
+        ("d256-bf16-causal", "h", "bfloat16"),
+        ("left", "b", "bfloat16"),
+    )
+}
 # Of these the kernel of sm_100 is compiled, for Hopper: every row of its table, every path in it.
 HOSTED_TARGET = "sm_100@sm_90a"
 HOSTED: dict[str, Configuration] = {
@@ -278,6 +327,8 @@ def everything() -> Iterator[tuple[str, Configuration]]:
         "wide mods": WIDE_MODS,
         "sinks": SINKS,
         "variants": {name: variant(name) for name in variants.ALL},
+        "biases": BIASES,
+        "untiled biases": UNTILED,
         "masks": masks(),
         "masks everywhere": {
             name: replace(c, everywhere=True, block_lists=False) for name, c in masks().items()

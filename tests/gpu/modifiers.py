@@ -25,6 +25,7 @@ Mods = dict[str, Callable]
 Builder = Callable[[torch.device, Shape], Mods]
 
 INTEGERS = ("bool", "uint8", "int8", "int16", "int32", "int64")
+FP32 = "float32"
 FLOATS = ("float8_e4m3fn", "float8_e5m2", "float16", "bfloat16", "float32", "float64")
 
 
@@ -118,6 +119,80 @@ def wide_table(device: torch.device, shape: Shape) -> Mods:
     table = storage.as_strided((2, shape.seqlen_k), (stride, 1))
     table.copy_(ramp((2, shape.seqlen_k), device, "uint8"))
     return {"score_mod": lambda score, b, h, q, kv: score + table[b, kv]}
+
+
+def dense(lead: str, dtype: str, *, tiled: bool = True) -> Builder:
+    """A bias (b and h as ``lead`` says, q, kv), NaN in the rest of each row.
+
+    ``tiled``: rows are apart by a multiple of 16 bytes, so that TMA can load it; else no row is.
+    """
+
+    def build(device: torch.device, shape: Shape) -> Mods:
+        table = rows_apart(lead, dtype, device, shape, odd=not tiled)
+
+        def score_mod(score, b, h, q, kv):
+            at = {"b": b, "h": h}
+            return score + table[(*(at[x] for x in lead), q, kv)]
+
+        return {"score_mod": score_mod}
+
+    return build
+
+
+def rows_apart(
+    lead: str, dtype: str, device: torch.device, shape: Shape, *, odd: bool = False
+) -> torch.Tensor:
+    """A ramp (lead, Sq, Sk) whose rows are 8 elements, or one more, and NaN apart."""
+    sizes = {"b": shape.batch, "h": shape.heads}
+    width = shape.seqlen_k // 8 * 8 + 8 + odd
+    whole = (*(sizes[x] for x in lead), shape.seqlen_q, width)
+    table = ramp(whole, device, dtype)
+    table[..., shape.seqlen_k :] = torch.nan
+    return table[..., : shape.seqlen_k]
+
+
+def two_biases(device: torch.device, shape: Shape) -> Mods:
+    """The first by tiles, the second element by element, and the first once more, transposed."""
+    length = max(shape.seqlen_q, shape.seqlen_k)
+    square = shape._replace(seqlen_q=length, seqlen_k=length)
+    first, second = (rows_apart(x, d, device, square) for x, d in (("h", "bfloat16"), ("b", FP32)))
+
+    def score_mod(score, b, h, q, kv):
+        return score * 0.5 + first[h, q, kv] * second[b, q, kv] - first[h, kv, q]
+
+    return {"score_mod": score_mod}
+
+
+def chosen_bias(device: torch.device, shape: Shape) -> Mods:
+    """Which table a group of heads and a batch read: by a captured index from the end; and once
+    more, at half the position."""
+    table = rows_apart("hb", "bfloat16", device, shape)
+    which = -1 - torch.arange(shape.batch, device=device, dtype=torch.int32)
+
+    def score_mod(score, b, h, q, kv):
+        return score + table[h // 2, which[b], q, kv] + table[-1, 0, q // 2, kv]
+
+    return {"score_mod": score_mod}
+
+
+def capped_bias(device: torch.device, shape: Shape) -> Mods:
+    """A bias inside a softcap, ALiBi beside it, and -inf where it is negative."""
+    table = rows_apart("h", "float16", device, shape)
+    slopes = torch.exp2(-torch.arange(1, shape.heads + 1, device=device) / 2.0)
+
+    def score_mod(score, b, h, q, kv):
+        bias = table[h, q, kv]
+        capped = 10 * torch.tanh((score + bias) / 10) + slopes[h] * torch.log((q - kv).abs() + 1.0)
+        return torch.where(bias >= -1.5, capped, -torch.inf)
+
+    return {"score_mod": score_mod}
+
+
+def beside(lead: str, dtype: str, other: Builder) -> Builder:
+    """A bias beside another builder's mask."""
+    return lambda device, shape: (
+        dense(lead, dtype)(device, shape) | {"mask_mod": other(device, shape)["mask_mod"]}
+    )
 
 
 def document(device: torch.device, shape: Shape) -> Mods:
