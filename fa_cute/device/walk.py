@@ -17,6 +17,7 @@ from fa_cute.device.scheduler import Place, Tiles, section_of
 from fa_cute.device.visits import ListVisits, RangeVisits, SpanVisits, inputs_of
 from fa_cute.mods.affine import input_graphs, ranges_of
 from fa_cute.mods.ranges import shrinking
+from fa_cute.mods.tiles import shared_by
 from fa_cute.plan import Extra, Io, Plan
 from fa_cute.spans import Arithmetic, Bounds, KvSpans, kv_spans
 
@@ -42,7 +43,11 @@ class Walk:
     def __init__(self, plan: Plan, fragment: Fragment):
         self.plan, self.fragment = plan, fragment
         self.noted = plan.visits != "bounds"
-        self.longest_first = plan.causal or any(plan.window) or self.noted
+        # Heads that share the boxes of a bias run side by side, and so do batches: its boxes are
+        # then read from L2.
+        shared = shared_by(plan.score_mod, plan.bias) if plan.bias is not None else ()
+        self.longest_first = plan.causal or any(plan.window) or self.noted or "h" in shared
+        self.batches_inside = "b" in shared and "h" not in shared and plan.gqa_ratio == 1
         self.first_longest = plan.visits == "ranges" and shrinking(ranges_of(plan.mask_mod))
         self.group, self.ratio = (plan.gqa_ratio, 1) if plan.config.packed else (1, plan.gqa_ratio)
 
@@ -60,11 +65,17 @@ class Walk:
             # A few tiles may be far longer than the rest: those of all heads come first. Under
             # global tokens and a window (S16k, d128) one takes 190 us of a call's 250.
             section = heads * batch
-        return Tiles.of(cute.ceil_div(rows, self.plan.config.tile_m), heads, batch, section)
+        inner, outer = (batch, heads) if self.batches_inside else (heads, batch)
+        return Tiles.of(cute.ceil_div(rows, self.plan.config.tile_m), inner, outer, section)
+
+    def numbered(self, x: Any, tile: Int32) -> Place:
+        """``place``, but for its block where a header names that."""
+        place = x.tiles.place(tile, self.longest_first)
+        return Place(place.block, place.batch, place.head) if self.batches_inside else place
 
     def place(self, x: Any, tile: Int32) -> Place:
         """The place of tile number ``tile``, the longest first."""
-        place = x.tiles.place(tile, self.longest_first)
+        place = self.numbered(x, tile)
         if self.first_longest:
             return place._replace(block=x.tiles.blocks - 1 - place.block)
         if self.plan.visits != "lists":

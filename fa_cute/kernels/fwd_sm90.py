@@ -327,7 +327,7 @@ class FwdSm90:
         self.turns.open(group)
         tile = Int32(cute.arch.block_idx()[0])
         while tile < x.tiles.count:
-            place = x.tiles.place(tile, self.walk.longest_first)
+            place = self.walk.numbered(x, tile)
             if const_expr(self.walk.noted):
                 with rings.next.drain() as header:
                     tile, count, block = (buffers.next[i, header.index] for i in range(3))
