@@ -13,11 +13,12 @@ from fa_cute.host import cache, compile, configs
 from fa_cute.host.blocks import MaskBlocks, plan_mask
 from fa_cute.host.given_mask import as_mask_mod
 from fa_cute.host.launch import Resources
-from fa_cute.host.planning import Mods, make_plan
+from fa_cute.host.planning import Mods, by_tiles, make_plan
 from fa_cute.host.problem import Problem, described, layout_is_ready
 from fa_cute.host.target import current_target
 from fa_cute.mods.affine import ranges_of
 from fa_cute.mods.intervals import EMPTY
+from fa_cute.mods.tiles import tiled_loads
 from fa_cute.plan import FwdConfig, FwdSm100Config, Plan, register_pool
 from fa_cute.spans import kv_spans
 from fa_cute.tilemap import text, write_png
@@ -74,7 +75,7 @@ def explain(
         lines.append("kernel: none; nothing to compute, out is 0 and lse -inf or the sinks")
     else:
         plan = make_plan(problem, mods, target or current_target(problem.device))
-        lines += _plan_lines(plan)
+        lines += [*_plan_lines(plan), *_bias_lines(mods, plan)]
         lines += _copy_lines(q, k, v)
         tile = (plan.config.tile_m, plan.config.tile_n)
     if mask_mod is not None and tile is not None and not problem.empty:
@@ -125,6 +126,23 @@ def _plan_lines(plan: Plan) -> Iterator[str]:
         "mod or number that it captures, lse or sinks or not; none for lengths, batch, strides, "
         "scale, sizes of the window or contents of captured tensors"
     )
+
+
+def _bias_lines(mods: Mods, plan: Plan) -> Iterator[str]:
+    """Captured tensors that score_mod reads at [..., q, kv]: how the kernel does."""
+    for slot in () if mods.score_mod is None else tiled_loads(mods.score_mod.graph):
+        tensor = mods.score_mod.captured[slot]
+        name = f"bias: {described(f'captured tensor {slot} of score_mod,', tensor)}"
+        tile = f"{plan.config.tile_m} x {plan.config.tile_n}"
+        if slot == plan.bias:
+            yield f"{name}, is loaded by TMA in boxes of {tile}, {plan.bias_stages} slots"
+        elif by_tiles(tensor):
+            yield f"{name}, is read by elements: one bias has a ring, where there is room"
+        else:
+            yield (
+                f"{name}, is read by elements: TMA needs a last stride of 1, the address and other "
+                f"strides on 16 bytes, and they are {tensor.stride()}"
+            )
 
 
 def _hopper(config: FwdConfig) -> tuple[str, str]:

@@ -105,6 +105,14 @@ def inside(index: Int32, extent: Int32) -> Int32:
     return cutlass.min(cutlass.max(index, Int32(0)), extent - 1)
 
 
+def copy_of(dtype: type, mma: cute.TiledMma) -> cute.TiledCopy:
+    """From shared memory, in pieces, to where the threads of ``mma`` hold their scores."""
+    operation, options = warp.LdMatrix8x8x16bOp(num_matrices=4), {}
+    if dtype.width == 32:
+        operation, options = cute.nvgpu.CopyUniversalOp(), {"num_bits_per_copy": 64}
+    return cute.make_tiled_copy_C(cute.make_copy_atom(operation, dtype, **options), mma)
+
+
 class Reader(NamedTuple):
     """A thread's part of the boxes in shared memory: ``source`` ((values, pieces), 1, 1, stages).
 
@@ -120,11 +128,7 @@ class Reader(NamedTuple):
     @staticmethod
     def of(bias: Bias, mma: cute.TiledMma, s: cute.Tensor, thread: Int32) -> Reader:
         """See ``Bias.reader``."""
-        operation, options = warp.LdMatrix8x8x16bOp(num_matrices=4), {}
-        if bias.dtype.width == 32:
-            operation, options = cute.nvgpu.CopyUniversalOp(), {"num_bits_per_copy": 64}
-        atom = cute.make_copy_atom(operation, bias.dtype, **options)
-        copy = cute.make_tiled_copy_C(atom, mma)
+        copy = copy_of(bias.dtype, mma)
         return Reader(bias.node, bias.dtype, copy, copy.get_slice(thread).partition_S(s))
 
     def values(self, stage: Int32) -> dict[int, Columns]:

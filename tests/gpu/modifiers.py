@@ -145,9 +145,9 @@ def rows_apart(
     """A ramp (lead, Sq, Sk) whose rows are 8 elements, or one more, and NaN apart."""
     sizes = {"b": shape.batch, "h": shape.heads}
     width = shape.seqlen_k // 8 * 8 + 8 + odd
-    whole = (*(sizes[x] for x in lead), shape.seqlen_q, width)
-    table = ramp(whole, device, dtype)
-    table[..., shape.seqlen_k :] = torch.nan
+    rows = (*(sizes[x] for x in lead), shape.seqlen_q)
+    table = torch.full((*rows, width), torch.nan, device=device, dtype=getattr(torch, dtype))
+    table[..., : shape.seqlen_k] = ramp((*rows, shape.seqlen_k), device, dtype)
     return table[..., : shape.seqlen_k]
 
 
