@@ -5,7 +5,7 @@ the next block is multiplied while the softmax of this one runs (it is issued be
 both are in flight at once); between consumers, turns keep one on the tensor cores while the other
 is on the exponentials:
 
-    load        next K0 Q K1 V0 K2 V1 ...
+    load        next K0 Q K1 V0 K2 V1 ...     (a bias' box follows its K in a ring of its own)
     consumer 0  [S0] exp [S1 PV0]......exp [S2 PV1]......exp      [PVn] O/l, store
     consumer 1           [S0] exp [S1 PV0]......exp [S2 PV1]......
                           a turn passes when its bracket has been issued
