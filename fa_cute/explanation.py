@@ -234,7 +234,7 @@ def _model_lines(plan: Plan, problem: Problem, flops: float, kept: float) -> Ite
         f"and {spared.accesses} accesses of tensor memory where no row rises by 8"
     )
     tiles = [max(tile) for tile in model.tiles(plan, problem.bounds)]
-    everywhere = kept * problem.batch * problem.heads_q * sum(tiles) / model.SMS
+    everywhere = kept * problem.batch * problem.heads_q * c.ctas * sum(tiles) / model.SMS
     seconds = max(everywhere, kept * max(tiles)) / model.CLOCK
     yield (
         f"model: at least {1e3 * seconds:.3g} ms, at most {flops / seconds / 1e12:.0f} TFLOP/s, on "

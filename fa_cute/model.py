@@ -91,13 +91,13 @@ def cycles(
     target: str = "sm_100a",
 ) -> Cycles:
     """One block of keys in one CTA: all its tiles of queries."""
-    m, n, row = config.tile_m, config.tile_n, body(config, bounds=bounds)
+    m, n, row = config.tile_m // config.ctas, config.tile_n, body(config, bounds=bounds)
     of_q, of_k, of_v = ROWS * width * 2, n * width * 2, n * width_v * 2
     # The factor on O is one exponential and one maximum a row, in a tail that hides.
     others = row.maxima - 1 + row.conversions + row.integers + row.comparisons
     return Cycles(
         m * n * (width + width_v) / MULTIPLY_ADDS,
-        config.q_tiles * (of_q + of_k + of_v) / SHARED_BYTES,
+        config.q_tiles * (of_q + (of_k + of_v) / config.ctas) / SHARED_BYTES,
         m * (row.exponentials - 1) / EXPONENTIALS[target],
         m * 2 * (row.multiply_adds + row.adds) / FP32,
         m * others / OTHERS,
@@ -113,7 +113,9 @@ class Rescaling(NamedTuple):
 
 def rescaling(config: FwdSm100Config, width_v: int) -> Rescaling:
     """What conditional rescaling takes off a block in which no row rises by 8."""
-    return Rescaling(config.tile_m * width_v / FP32, 2 * config.q_tiles * width_v // PIECE)
+    return Rescaling(
+        config.tile_m // config.ctas * width_v / FP32, 2 * config.q_tiles * width_v // PIECE
+    )
 
 
 def tiles(plan: Plan, bounds: Bounds) -> list[Cycles]:

@@ -90,6 +90,8 @@ class FwdSm100Config:
     the product before the rest. Of every 16 pairs of exponentials ``emulated`` are computed on the
     FMA pipes, by a polynomial of ``degree``. Registers a thread: of a softmax warpgroup, of the
     correction's, and of the one whose warps load and multiply. ``packed``: as in ``FwdConfig``.
+    ``pair``: two CTAs of a cluster share each block, half of K and of V in either, and their
+    products are one (``cta_group::2``).
     """
 
     q_tiles: int
@@ -104,11 +106,17 @@ class FwdSm100Config:
     issue_registers: int
     degree: int = 3
     packed: bool = False
+    pair: bool = False
+
+    @property
+    def ctas(self) -> int:
+        """CTAs that share a tile of queries."""
+        return 2 if self.pair else 1
 
     @property
     def tile_m(self) -> int:
-        """Query rows a CTA."""
-        return self.rows_a_copy * self.q_tiles
+        """Query rows a tile: of a CTA, or of both of a pair."""
+        return self.rows_a_copy * self.q_tiles * self.ctas
 
     @property
     def rows_a_copy(self) -> int:

@@ -15,7 +15,8 @@ from fa_cute import model
 from fa_cute.configuration import Configuration
 from fa_cute.device import tmem
 from fa_cute.host import compile as compiling
-from fa_cute.host.configs import FWD_SM100
+from fa_cute.host import configs
+from fa_cute.host.configs import FWD_SM100, FWD_SM100_PAIRS
 from fa_cute.kernels import fwd_sm100
 from fa_cute.plan import Plan, register_pool
 from fa_cute.spans import Bounds
@@ -150,7 +151,7 @@ def test_explain_prints_what_bounds_a_call() -> None:
 @pytest.mark.parametrize(
     ("head_dims", "target", "options"),
     [(row, "sm_100a", {"causal": i % 2 == 0}) for i, row in enumerate(ROWS)]
-    + [((96, 96), "sm_100a", {"causal": True})]
+    + [((96, 96), "sm_100a", {"causal": True}), ((128, 128), "sm_100a", {"window": (True, True)})]
     + [((128, 128), "sm_103a", {"causal": True, "return_lse": True})],
     ids=str,
 )
@@ -162,3 +163,71 @@ def test_native(head_dims: tuple, target: str, options: dict, tmp_path: Path) ->
     assert found.resources.shared_memory <= 232_448
     assert counted(found.ptx) == model.expected(own)
     assert len(re.findall("setmaxnreg", found.ptx)) == 3
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("visits", ["ranges", "lists"])
+def test_native_blocks_of_a_mask(visits: str, tmp_path: Path) -> None:
+    """A branch on a block's note costs no spill."""
+    own = plan((128, 128), mask_mod=lambda b, h, q, kv: q // 64 == kv // 64, causal=True)
+    found = compiling.listing(replace(own, visits=visits), tmp_path)
+    assert own.visits == "ranges" and found.resources.spill_bytes == 0
+
+
+PAIRS = [
+    (row.head_dims, target, causal)
+    for row in FWD_SM100_PAIRS
+    for target, causal in (("sm_100a", row.cut is None), ("sm_103a", False))
+]
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize(("head_dims", "target", "causal"), PAIRS, ids=str)
+def test_native_pairs(
+    head_dims: tuple, target: str, causal: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Products, loads, commits and allocation of two CTAs; what each softmax does is the same."""
+    monkeypatch.setenv("FA_CUTE_PAIRS", "1")
+    own = plan(head_dims, target, causal=causal)
+    assert own.config.pair and own.config.registers <= register_pool(own.config.threads)
+    found = compiling.listing(own, tmp_path)
+    assert found.resources.spill_bytes == 0
+    assert counted(found.ptx) == model.expected(own)
+    of_pair = [line for line in found.ptx.splitlines() if "cta_group::2" in line]
+    for verb in ("mma", "commit", "alloc", "dealloc", "relinquish_alloc_permit"):
+        here = [line for line in found.ptx.splitlines() if f"tcgen05.{verb}." in line]
+        assert here and all(line in of_pair for line in here), verb
+    commits = [line for line in of_pair if "tcgen05.commit" in line]
+    assert all("multicast::cluster" in line for line in commits)
+    loads = [line for line in found.ptx.splitlines() if "cp.async.bulk.tensor" in line]
+    assert loads and all(line in of_pair for line in loads)
+
+
+def test_pairs_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No plan has one by itself, nor where causal cuts tiles at 128, a mod is there, or hosted."""
+    assert not plan((128, 128)).config.pair
+    monkeypatch.setenv("FA_CUTE_PAIRS", "1")
+    own = plan((128, 128))
+    assert own.config.pair and own.config.tile_m == 512
+    assert plan((128, 128), "sm_103a").config == replace(own.config, emulated=0)
+    assert configs.why(own.config).startswith("not run")
+    for other in (
+        plan((128, 128), causal=True),
+        plan((64, 64)),
+        plan((128, 128), mask_mod=lambda b, h, q, kv: q >= kv),
+        plan((128, 128), "sm_100@sm_90a"),
+        plan((128, 128), gqa_ratio=8, few_queries=True),
+    ):
+        assert not other.config.pair
+
+
+def test_a_packed_row_has_its_reason() -> None:
+    """``why`` finds the row that a packed configuration was made from."""
+    own = plan((128, 128), gqa_ratio=8, few_queries=True)
+    assert own.config.packed and configs.why(own.config).startswith("not measured")
+
+
+def test_cycles_of_a_pair() -> None:
+    """Either CTA reads half of K and V: 1,024 cycles of shared memory in place of 1,536."""
+    row = next(row for row in FWD_SM100_PAIRS if row.head_dims == (128, 128))
+    assert model.cycles(replace(row.config, emulated=0), 128, 128)[:3] == (2048, 1024, 2048)

@@ -5,6 +5,7 @@ Each kernel is traced (2 to 4 s, nothing is compiled) and its record walked in m
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -15,7 +16,8 @@ from fa_cute.variants.t5_relative_bias import t5_relative_bias
 
 from fa_cute.configuration import Configuration
 from fa_cute.device import checker, protocol
-from fa_cute.device.protocol import Arrive, Barrier, Branch, Group, Loop, Product, Settle
+from fa_cute.device.protocol import CLUSTER, Arrive, Barrier, Branch, Group, Loop, Product, Settle
+from fa_cute.host import configs
 from fa_cute.host.backward import plans_of
 from fa_cute.plan import Plan
 from tests.protocol_kernels import recorded, scenarios
@@ -39,6 +41,13 @@ def chunked(b: Any, h: Any, q: Any, kv: Any) -> Any:
 def biased(dtype: torch.dtype = torch.bfloat16, **facts: Any) -> Plan:
     bias = torch.empty(16, 256, 256, dtype=dtype, device="meta")
     return forward(score_mod=lambda s, b, h, q, kv: s + bias[h, q, kv], **facts)
+
+
+def paired(**facts: Any) -> Plan:
+    """The plan's row for pairs of CTAs."""
+    plan = forward(target="sm_100a", **facts)
+    dims = plan.head_dim, plan.head_dim_v
+    return replace(plan, config=configs.paired(plan.config, dims, cut=plan.causal))
 
 
 def listed(**facts: Any) -> Plan:
@@ -68,6 +77,8 @@ KERNELS: dict[str, Callable[[], Plan]] = {
     "Blackwell, one tile a CTA": lambda: forward(target="sm_100a", head_dim=256),
     "Blackwell, ranges of a mask": lambda: forward(target="sm_100a", mask_mod=chunked),
     "Blackwell, lists of a mask": lambda: listed(target="sm_100a", causal=True),
+    "Blackwell, pairs": lambda: paired(),
+    "Blackwell, pairs of one tile, causal": lambda: paired(head_dim=256, causal=True),
     "Blackwell, diagonals": lambda: forward(
         target="sm_100a", score_mod=t5_relative_bias(torch.zeros(32, 8))
     ),
@@ -83,7 +94,8 @@ def test_shipped_kernels(name: str) -> None:
     # vote (whether some row needs rescaling) of its own accesses.
     assert set(unknown) <= {"cute.memref.load", "nvvm.vote.sync"}, unknown
     assert not any("free" in repr(loop.count) for loop in _loops(program.body))
-    assert checker.check(program, scenarios(plan, 12), 60) > 10_000
+    count = 30 if program.ctas > 1 else 60
+    assert checker.check(program, scenarios(plan, 12), count) > 10_000
 
 
 def _loops(items: tuple) -> list:
@@ -398,3 +410,28 @@ def test_p_in_the_other_tiles_columns() -> None:
 
     text = found_in(blackwell(), wrong_by(program, changed(beside)))
     assert "unordered access" in text and "tensor memory" in text
+
+
+@pytest.mark.parametrize(
+    ("ring", "wrong", "what"),
+    [
+        ("p", {"paired": False, "fills": 4}, "unordered access"),
+        ("o", {"paired": False}, "deadlock"),
+        ("k", {"tx_bytes": 8192}, "unordered access|before any write"),
+    ],
+    ids=["a product before the other CTA's P", "a commit for one CTA", "one CTA's bytes"],
+)
+def test_a_ring_of_a_pair_as_of_one_cta(ring: str, wrong: dict, what: str) -> None:
+    program, _ = recorded(paired())
+    table = replace(program.rings[ring], **wrong)
+    text = found_in(paired(), replace(program, rings={**program.rings, ring: table}), 12)
+    assert re.search(what, text)
+
+
+def test_a_pair_that_does_not_meet_at_its_end() -> None:
+    """Then a CTA may end while the other still arrives at its barriers."""
+    program, _ = recorded(paired())
+    meeting = [op for op in program.body if isinstance(op, Barrier) and op.id == CLUSTER]
+    assert len(meeting) == 2
+    wrong = replace(program, body=tuple(op for op in program.body if op is not meeting[1]))
+    assert "has ended" in found_in(paired(), wrong)

@@ -17,12 +17,14 @@ a fault in this run, so few schedules find much.
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from fa_cute.device.protocol import (
+    CLUSTER,
     OPERATORS,
     WARP,
     Arrive,
@@ -113,6 +115,7 @@ class _Warp:
 
     def __init__(self, number: int, program: Program, scenario: Scenario, seed: int):
         self.number, self.scenario, self.seed = number, scenario, seed
+        self.cta, self.local = divmod(number, program.warps // program.ctas)
         self.clock: dict[Any, int] = {number: 1}
         self.entered: dict[Any, int] = {}
         self.slots: dict[int, tuple] = {}
@@ -150,7 +153,9 @@ class _Warp:
         if isinstance(e, str):
             return self.scenario.tiles[self.tile][e]
         if e[0] == "tid":
-            return WARP * self.number
+            return WARP * self.local
+        if e[0] == "rank":
+            return self.cta
         if e[0] == "slot":
             return self.slots[e[1]][1]
         if e[0] == "free":
@@ -168,14 +173,14 @@ class _Run:
         self.program, self.rings = program, program.rings
         self.warps = [_Warp(i, program, scenario, seed) for i in range(program.warps)]
         self.mbarriers: dict[tuple, _Mbarrier] = {}
-        self.named: dict[int, _Named] = {}
+        self.named: dict[tuple, _Named] = {}
         self.memory: dict[Any, dict] = {}
         self.pending: list[tuple] = []  # copies, and arrivals of commits, under way
         self.filled: dict[tuple, int] = {}  # (ring, turn): the tile that it was filled for
         self.log: list[tuple] = []
 
-    def mbarrier(self, ring: tuple, side: str, stage: int) -> _Mbarrier:
-        key = (ring, side, stage)
+    def mbarrier(self, cta: int, ring: tuple, side: str, stage: int) -> _Mbarrier:
+        key = (cta, ring, side, stage)
         if key not in self.mbarriers:
             table = self.rings[ring[0]]
             count = table.fills if side == "full" else table.empties
@@ -204,7 +209,7 @@ class _Run:
         stage, lap = turn % table.stages, turn // table.stages
         filling = op.side == "fill"
         if not filling or table.freed:
-            barrier = self.mbarrier(ring, "empty" if filling else "full", stage)
+            barrier = self.mbarrier(warp.cta, ring, "empty" if filling else "full", stage)
             # A fill of lap n needs n emptyings; a read of lap n needs n + 1 fillings.
             wanted = lap if filling else lap + 1
             if (barrier.completed - wanted + op.flip) % 2:
@@ -225,8 +230,16 @@ class _Run:
         warp.laps[(ring, op.side)] = turn + 1
         return True
 
-    def arrived(self, warp: _Warp, barrier: _Mbarrier, slot: tuple, clock: Mapping) -> None:
-        """One arrival for a slot, which has to be of the lap that the barrier is in."""
+    def arrived(self, who: tuple, barrier: _Mbarrier, slot: tuple, clock: Mapping) -> None:
+        """One arrival for a slot, which has to be of the lap that the barrier is in.
+
+        ``who``: the warp, and the CTA whose barrier it is.
+        """
+        warp, cta = who
+        if all(other.next is None for other in self.warps if other.cta == cta):
+            raise self.fault(
+                f"warp {warp.number} arrives at a barrier of CTA {cta}, which has ended"
+            )
         if barrier.completed != slot[2]:
             raise self.fault(
                 f"phase error: warp {warp.number} arrives for ring {slot[0][0]!r} stage {slot[1]} "
@@ -241,21 +254,31 @@ class _Run:
         table = self.rings[slot[0][0]]
         if op.side == "empty" and not table.freed:
             return True
-        barrier = self.mbarrier(slot[0], op.side, slot[1])
-        if op.side == "full":
-            barrier.bytes += table.tx_bytes
-        if op.commit:
-            clock = {**warp.clock, ("mma", warp.number): warp.products}
-            self.pending.append(("commit", warp, barrier, slot, clock))
-        else:
-            self.arrived(warp, barrier, slot, dict(warp.clock))
+        ctas = (warp.cta,)
+        if table.paired:
+            ctas = range(self.program.ctas) if op.commit else (0,)
+        if op.side == "full" and table.tx_bytes:
+            if warp.cta not in ctas:
+                return True  # the first CTA announces what the copies of both bring
+            self.mbarrier(warp.cta, slot[0], "full", slot[1]).bytes += table.tx_bytes * (
+                self.program.ctas if table.paired else 1
+            )
+        for cta in ctas:
+            barrier = self.mbarrier(cta, slot[0], op.side, slot[1])
+            if op.commit:
+                clock = {**warp.clock, ("mma", warp.number): warp.products}
+                self.pending.append(("commit", (warp, cta), barrier, slot, clock))
+            else:
+                self.arrived((warp, cta), barrier, slot, dict(warp.clock))
         return True
 
     def copy(self, warp: _Warp, op: Copy) -> bool:
         slot = warp.slots[op.slot]
-        unit, at = ("tma", slot[0], slot[1], op.to.name), slot[2] + 1
+        unit, at = ("tma", warp.cta, slot[0], slot[1], op.to.name), slot[2] + 1
         self.access(warp, op.to, (unit, at), True, op)
-        self.pending.append(("copy", op.bytes, self.mbarrier(slot[0], "full", slot[1]), unit, at))
+        cta = 0 if self.rings[slot[0][0]].paired else warp.cta
+        barrier = self.mbarrier(cta, slot[0], "full", slot[1])
+        self.pending.append(("copy", op.bytes, barrier, unit, at))
         return True
 
     def complete(self, which: int) -> None:
@@ -313,7 +336,8 @@ class _Run:
         return True
 
     def barrier(self, warp: _Warp, op: Barrier) -> bool:
-        barrier = self.named.setdefault(warp.value(op.id), _Named())
+        number = warp.value(op.id)
+        barrier = self.named.setdefault((number, number != CLUSTER and warp.cta), _Named())
         if warp.joined is None:
             _join(barrier.clock, warp.clock)
             warp.joined = barrier.generation
@@ -332,12 +356,14 @@ class _Run:
         """``when``: the unit that does it, and its time; ordered after all that the warp knows."""
         if part.space == "registers":
             self.access_in((part.space, warp.number), warp, part, when, (write, op))
-        elif part.space == "tensor":
-            # A warp's threads reach the lanes of its quarter, a product all of them.
-            for quarter in (warp.number % 4,) if isinstance(op, Touch) else range(4):
-                self.access_in((part.space, quarter), warp, part, when, (write, op))
-        else:
-            self.access_in(part.space, warp, part, when, (write, op))
+            return
+        # A product of a pair is of both CTAs' memory.
+        ctas = range(self.program.ctas) if isinstance(op, Product) else (warp.cta,)
+        # A warp's threads reach the lanes of its quarter, a product all of them.
+        quarters = (warp.number % 4,) if isinstance(op, Touch) else range(4)
+        quarters = quarters if part.space == "tensor" else (None,)
+        for cta, quarter in itertools.product(ctas, quarters):
+            self.access_in((part.space, cta, quarter), warp, part, when, (write, op))
 
     def access_in(self, space: Any, warp: _Warp, part: Range, when: tuple, what: tuple) -> None:
         """The access ``what`` (is a write, operation) in one of the spaces that do not overlap."""
@@ -448,8 +474,8 @@ def _due(pending: list, rng: random.Random) -> int:
     """One of the pending: any copy; of the commits of a warp the first."""
     which = rng.randrange(len(pending))
     if pending[which][0] == "commit":
-        warp = pending[which][1]
-        return next(i for i, p in enumerate(pending) if p[0] == "commit" and p[1] is warp)
+        who = pending[which][1]
+        return next(i for i, p in enumerate(pending) if p[0] == "commit" and p[1] == who)
     return which
 
 

@@ -18,12 +18,13 @@ from typing import Any
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32
-from cutlass.cute.nvgpu import OperandMajorMode, tcgen05, warp
+from cutlass.cute.nvgpu import OperandMajorMode, cpasync, tcgen05, warp
 
 from fa_cute.device import tmem
 
 ROWS = 128  # of one product
 STEP = 16  # of k, an instruction
+BOTH = 0b11  # the CTAs of a pair, as a multicast mask
 PER_COLUMN = 2  # 16-bit elements of A in a column of tensor memory
 
 
@@ -37,19 +38,38 @@ def smem_layout(dtype: type, rows: int, columns: int, stages: int) -> Any:
     raise AssertionError(f"rows of {columns} elements fill no swizzle atom; pad to 16")
 
 
-class Native:
-    """One product with N = ``columns``; ``p_times_v``: A from tensor memory, B MN-major."""
+def load_op(*, pair: bool) -> Any:
+    """TMA's load; of a pair it tells its bytes to the first CTA's barrier."""
+    return cpasync.CopyBulkTensorTileG2SOp(tcgen05.CtaGroup.TWO if pair else tcgen05.CtaGroup.ONE)
 
-    def __init__(self, dtype: type, columns: int, *, p_times_v: bool):
+
+class Native:
+    """One product with N = ``columns``; ``p_times_v``: A from tensor memory, B MN-major.
+
+    Of a ``pair`` of CTAs the product is of 256 rows, 128 in either, each with all columns of D in
+    its own tensor memory; B is halved by columns between their shared memories.
+    """
+
+    def __init__(self, dtype: type, columns: int, *, p_times_v: bool, pair: bool):
         self.dtype, self.columns, self.p_times_v = dtype, columns, p_times_v
+        self.ctas = 2 if pair else 1
+        self.group = tcgen05.CtaGroup.TWO if pair else tcgen05.CtaGroup.ONE
 
     def _mma(self) -> cute.TiledMma:
+        return self._made((ROWS * self.ctas, self.columns), self.group)
+
+    def _slice(self) -> Any:
+        """What a CTA has of the operands: those of a product of its own, half as wide in a pair."""
+        own = self._made((ROWS, self.columns // self.ctas), tcgen05.CtaGroup.ONE)
+        return own.get_slice(0)
+
+    def _made(self, size: tuple[int, int], group: tcgen05.CtaGroup) -> cute.TiledMma:
         source = tcgen05.OperandSource.TMEM if self.p_times_v else tcgen05.OperandSource.SMEM
         op = tcgen05.MmaF16BF16Op(
             self.dtype,
             Float32,
-            (ROWS, self.columns, STEP),
-            tcgen05.CtaGroup.ONE,
+            (*size, STEP),
+            group,
             source,
             OperandMajorMode.K,
             OperandMajorMode.MN if self.p_times_v else OperandMajorMode.K,
@@ -58,13 +78,12 @@ class Native:
 
     def operand_a(self, s: cute.Tensor) -> Any:
         """A's descriptors: (atom, m, k, stage) of ``s`` (128, k, stages)."""
-        part = self._mma().get_slice(0)
-        return part.make_fragment_A(part.partition_A(s))
+        return self._mma().make_fragment_A(self._slice().partition_A(s))
 
     def operand_b(self, s: cute.Tensor) -> Any:
         """B's descriptors: (atom, n, k, stage) of ``s`` (n, k, stages), of P V (k, n, stages)."""
-        part = self._mma().get_slice(0)
-        return part.make_fragment_B(part.partition_B(transposed(s) if self.p_times_v else s))
+        part = self._slice().partition_B(transposed(s) if self.p_times_v else s)
+        return self._mma().make_fragment_B(part)
 
     def stage(self, operand: Any, index: Int32) -> Any:
         """One stage of an operand."""
@@ -78,7 +97,8 @@ class Native:
         ``a``, ``b``: one stage of the descriptors; of P V ``a`` is the column of P.
         """
         mma = self._mma()
-        acc_layout = mma.make_fragment_C(mma.partition_shape_C((ROWS, self.columns))).layout
+        rows = ROWS * self.ctas
+        acc_layout = mma.make_fragment_C(mma.partition_shape_C((rows, self.columns))).layout
         acc = cute.make_tensor(memory.pointer(Float32, d), acc_layout)
         first, later = (self._atom(mma, adding) for adding in (adds, True))
         left = self._words_of_p(mma, memory, a) if self.p_times_v else lambda k: a[None, None, k]
@@ -87,7 +107,8 @@ class Native:
 
     def _words_of_p(self, mma: cute.TiledMma, memory: tmem.Native, column: Any) -> Callable:
         """Step k of P, which begins at ``column``."""
-        one = mma.make_fragment_A(mma.partition_shape_A((ROWS, STEP)))[None, None, 0].layout
+        rows = ROWS * self.ctas
+        one = mma.make_fragment_A(mma.partition_shape_A((rows, STEP)))[None, None, 0].layout
 
         def step(k: int) -> cute.Tensor:
             pointer = memory.pointer(self.dtype, column + k * (STEP // PER_COLUMN))
@@ -101,11 +122,13 @@ class Native:
         atom.set(tcgen05.Field.ACCUMULATE, adds)
         return atom
 
-    @staticmethod
-    def commit(barrier: Any) -> None:
-        """Arrive on ``barrier`` when all that this warp has issued is done."""
+    def commit(self, barrier: Any) -> None:
+        """Arrive on ``barrier``, of a pair in both CTAs, when all that this warp issued is done."""
         with cute.arch.elect_one():
-            tcgen05.commit(barrier)
+            if self.ctas > 1:
+                tcgen05.commit(barrier, BOTH, self.group)
+            else:
+                tcgen05.commit(barrier)
 
 
 def transposed(s: cute.Tensor) -> cute.Tensor:
@@ -118,7 +141,8 @@ class Hosted:
 
     PIECE = 32  # columns of D at a time: 16 accumulators a thread
 
-    def __init__(self, dtype: type, columns: int, *, p_times_v: bool):
+    def __init__(self, dtype: type, columns: int, *, p_times_v: bool, pair: bool):
+        assert not pair, "pairs of CTAs are not hosted"
         self.dtype, self.columns, self.p_times_v = dtype, columns, p_times_v
 
     def operand_a(self, s: cute.Tensor) -> cute.Tensor:

@@ -23,6 +23,9 @@ class Reuse(Enum):
     OFTEN = 0x14F0000000000000  # evict last
 
 
+ONE_CTA = cpasync.CopyBulkTensorTileG2SOp()
+
+
 class TmaOperand(NamedTuple):
     """``atom`` copies a (rows, columns) box; ``tensor`` (S, D, H, B) holds coordinates.
 
@@ -33,28 +36,39 @@ class TmaOperand(NamedTuple):
     tensor: cute.Tensor
 
 
-def tma_operand(tensor: cute.Tensor, layout: Any, box: tuple[int, int]) -> TmaOperand:
+def tma_operand(
+    tensor: cute.Tensor, layout: Any, box: tuple[int, int], load: Any = ONE_CTA
+) -> TmaOperand:
     """``tensor`` (B, S, H, D) loaded in boxes of ``box`` = (rows of S, columns of D).
 
     ``layout`` is the staged shared-memory layout. Rows past S arrive as zeros, whatever memory
     holds there.
     """
     by_row = cute.make_tensor(tensor.iterator, cute.select(tensor.layout, mode=[1, 3, 2, 0]))
-    return box_operand(by_row, layout, box)
+    return box_operand(by_row, layout, box, load)
 
 
-def box_operand(by_row: cute.Tensor, layout: Any, box: tuple[int, int]) -> TmaOperand:
+def box_operand(
+    by_row: cute.Tensor, layout: Any, box: tuple[int, int], load: Any = ONE_CTA
+) -> TmaOperand:
     """``by_row`` (rows, columns, ...) loaded in boxes of ``box``; ``layout`` as above."""
     one_stage = cute.select(layout, mode=[0, 1])
-    load = cpasync.CopyBulkTensorTileG2SOp()
     return TmaOperand(*cpasync.make_tiled_tma_atom(load, by_row, one_stage, box, 1))
 
 
 def loader(
-    operand: TmaOperand, s: cute.Tensor, head: Int32, batch: Int32, reuse: Reuse
+    operand: TmaOperand,
+    s: cute.Tensor,
+    head: Int32,
+    batch: Int32,
+    reuse: Reuse,
+    column: Int32 | int = 0,
 ) -> Callable[[Int32, Any], None]:
-    """``load(block, slot)``: copy that block of the head's rows into the slot's stage."""
-    return box_loader(operand, s, (head, batch), (None, 0), reuse)
+    """``load(block, slot)``: copy that block of the head's rows into the slot's stage.
+
+    ``column``: which box of the columns, where one does not hold all.
+    """
+    return box_loader(operand, s, (head, batch), (None, column), reuse)
 
 
 def box_loader(

@@ -35,9 +35,9 @@ class Products:
 
     def __init__(self, plan: Plan, dtype: type, columns: dict[str, Columns], *, native: bool):
         self.plan, self.config, self.columns = plan, plan.config, columns
-        gemm = mma_sm100.Native if native else mma_sm100.Hosted
-        self.qk = gemm(dtype, plan.config.tile_n, p_times_v=False)
-        self.pv = gemm(dtype, plan.width_v, p_times_v=True)
+        c, gemm = self.config, mma_sm100.Native if native else mma_sm100.Hosted
+        self.qk = gemm(dtype, plan.config.tile_n, p_times_v=False, pair=c.pair)
+        self.pv = gemm(dtype, plan.width_v, p_times_v=True, pair=c.pair)
 
     def of(self, memory: Any, buffers: Any) -> Product:
         """The operands in ``buffers`` (q, k, v)."""
@@ -105,8 +105,10 @@ class Products:
                     o = self.columns[f"o{t}"].first
                     self.pv.issue(product.memory, o, column, b, steps=part, adds=adding)
                     slot.release()
-            if t == c.q_tiles - 1:
-                v.release(self.pv.commit)
+                if t == c.q_tiles - 1:
+                    # Before the commit that hands O over: after a kernel's last one none is to
+                    # come, for a pair's other CTA may have ended.
+                    v.release(self.pv.commit)
             if q:
                 rings = self.score(product, rings, (t, q[t], k))
         if q:

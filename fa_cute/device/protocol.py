@@ -6,9 +6,13 @@ where a kernel has numbers. ``recorder`` makes one from a kernel's trace, ``chec
 Buffers are ranges (bytes of shared memory, columns of tensor memory, a warp's own register
 fragments), so that aliases collide.
 
-Expressions: an int; a name, whose value the scenario gives by tile; ``("tid",)``; ``("slot", s)``,
-the stage that slot ``s`` has; ``("free", key)``, decided at random, by warp and iteration;
-``(operator, a, b)`` with Python's operators; ``("select", c, a, b)``.
+A pair of CTAs walks one program: each has its own barriers and memory, and a product reads and
+writes those of both.
+
+Expressions: an int; a name, whose value the scenario gives by tile; ``("tid",)`` in the CTA;
+``("rank",)``, which CTA of a pair; ``("slot", s)``, the stage that slot ``s`` has;
+``("free", key)``, decided at random, by warp and iteration; ``(operator, a, b)`` with Python's
+operators; ``("select", c, a, b)``.
 """
 
 from __future__ import annotations
@@ -20,6 +24,7 @@ from typing import Any, NamedTuple
 
 Expr = Any
 WARP = 32
+CLUSTER = -1  # the barrier of all threads of a pair
 OPERATORS = {
     "+": operator.add,
     "-": operator.sub,
@@ -131,7 +136,7 @@ class Settle(NamedTuple):
 
 
 class Barrier(NamedTuple):
-    """Named barrier: ``threads`` take part; ``waits`` False arrives only."""
+    """Named barrier: ``threads`` take part; ``waits`` False arrives only. ``CLUSTER``: a pair's."""
 
     id: Expr
     threads: int
@@ -140,22 +145,27 @@ class Barrier(NamedTuple):
 
 @dataclass(frozen=True)
 class RingTable:
-    """A ring's row: stages, bytes by TMA, arrivals that fill and empty a slot, whether it waits."""
+    """A ring's row: stages, bytes by TMA, arrivals that fill and empty a slot, whether it waits.
+
+    ``paired``: arrivals of threads and bytes count in the first CTA, those of commits in both.
+    """
 
     stages: int
     tx_bytes: int
     fills: int
     empties: int
     freed: bool = True
+    paired: bool = False
 
 
 @dataclass(frozen=True)
 class Program:
-    """What ``warps`` warps walk, and the rings between them."""
+    """What ``warps`` warps walk, of ``ctas`` CTAs together, and the rings between them."""
 
     body: tuple
     rings: Mapping[str, RingTable]
     warps: int
+    ctas: int = 1
 
 
 class Scenario(NamedTuple):

@@ -64,6 +64,7 @@ CONSTANT = {
     "nvvm.read.ptx.sreg.ntid.x": 0,  # only ever times the two above
     "nvvm.read.ptx.sreg.ntid.y": 0,
 }
+NUMBER = {"nvvm.read.ptx.sreg.tid.x": "tid", "nvvm.read.ptx.sreg.cluster.ctarank": "rank"}
 FRAGMENTS = ("cute.memref.alloca", "cute.mma.make_fragment")
 DEPTH = 60  # values between an access and its buffer
 
@@ -160,10 +161,10 @@ class Recorder:
             if ring.freed and empties is None:
                 empties = 4 * self.topology.role(ring.consumer).warpgroups
             rings[ring.name] = protocol.RingTable(
-                ring.stages, ring.tx_bytes, ring.fills, empties or 0, ring.freed
+                ring.stages, ring.tx_bytes, ring.fills, empties or 0, ring.freed, ring.paired
             )
-        body = self.freeze(self.root)
-        return protocol.Program(body, rings, self.topology.threads // protocol.WARP)
+        body, ctas = self.freeze(self.root), self.topology.ctas
+        return protocol.Program(body, rings, ctas * self.topology.threads // protocol.WARP, ctas)
 
     def freeze(self, items: Sequence) -> tuple:
         """The tree without accesses of registers that no product has."""
@@ -221,8 +222,8 @@ class Recorder:
             return CONSTANT[kind]
         if kind == "scf.if":
             return self.merged(owner, ir.OpResult(value).result_number)
-        if kind == "nvvm.read.ptx.sreg.tid.x":
-            return ("tid",)
+        if kind in NUMBER:
+            return (NUMBER[kind],)
         if kind == "nvvm.shfl.sync":
             return self.expression(owner.operands[1])
         if kind in THROUGH:
@@ -396,6 +397,7 @@ def _ring_verbs(record: Recorder) -> Iterator[tuple[Any, str, Callable]]:
 
 def _arch_verbs(record: Recorder) -> Iterator[tuple[Any, str, Callable]]:
     arch, threads = cute.arch, record.topology.threads
+    everyone = threads * record.topology.ctas
 
     def named(waits: bool) -> Callable:
         def note(*, barrier_id: Any, number_of_threads: int) -> None:
@@ -407,6 +409,7 @@ def _arch_verbs(record: Recorder) -> Iterator[tuple[Any, str, Callable]]:
         "barrier": named(True),
         "barrier_arrive": named(False),
         "sync_threads": lambda: record.add(Barrier(0, threads)),
+        "cluster_wait": lambda: record.add(Barrier(protocol.CLUSTER, everyone)),
         "fence_proxy": lambda *a, **o: record.add(Settle("fence")),
     }
     for name, note in notes.items():

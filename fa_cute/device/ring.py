@@ -13,6 +13,10 @@ An MMA that reads tensor and shared memory on its own, and is done later, arrive
 ``fill`` and ``release`` take it as ``arrive``. A ring whose table says ``freed=False`` has no empty
 barriers: something else orders the next filling after the last reading.
 
+A ring of a **pair** of CTAs (``paired``) has one producer's or one consumer's warp, in the first of
+them: the one that multiplies for both. What threads and copies of both CTAs do is counted at the
+first one's barriers; commits arrive at both's, where everyone waits at his own.
+
 A **turn** orders warpgroups in strict rotation on named barriers (ping-pong).
 
 The DSL drops, silently, an advance that its dynamic loop does not carry. So a ring knows the region
@@ -30,6 +34,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 from cutlass._mlir import ir
+from cutlass._mlir.dialects.nvvm import MemScopeKind
 
 _REGIONS = ("scf.for", "scf.while", "scf.if")
 
@@ -50,9 +55,18 @@ def region() -> Any:
 class Slot:
     """One stage of a ring, held: its ``index``, the ``barrier`` that a TMA copy completes on."""
 
-    def __init__(self, index: Int32, barrier: Any, empty: Any, *, read_by_lanes: bool = False):
+    def __init__(
+        self,
+        index: Int32,
+        barrier: Any,
+        empty: Any,
+        *,
+        read_by_lanes: bool = False,
+        paired: bool = False,
+    ):
         self.index, self.barrier = index, barrier
         self._empty, self._read_by_lanes, self.released = empty, read_by_lanes, False
+        self._paired = paired
 
     def release(self, arrive: Callable[[Any], None] | None = None) -> None:
         """This warp has read the slot: one lane arrives for it, or ``arrive`` does.
@@ -69,7 +83,7 @@ class Slot:
         if self._read_by_lanes:
             cute.arch.sync_warp()
         with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive(self._empty)
+            _arrive(self._empty, self._paired)
 
 
 class Ring:
@@ -133,17 +147,20 @@ class Ring:
         if self.spec.freed:
             cute.arch.mbarrier_wait(empty, self.phase)
         if self.spec.tx_bytes:
-            with cute.arch.elect_one():
-                if note is not None:
-                    note[0][self.index] = note[1]  # this thread's own arrival releases it
-                cute.arch.mbarrier_arrive_and_expect_tx(full, self.spec.tx_bytes)
+            if self.spec.paired:
+                _expect_both(full, 2 * self.spec.tx_bytes)
+            else:
+                with cute.arch.elect_one():
+                    if note is not None:
+                        note[0][self.index] = note[1]  # this thread's own arrival releases it
+                    cute.arch.mbarrier_arrive_and_expect_tx(full, self.spec.tx_bytes)
         yield Slot(self.index, full, None)
         if arrive is not None:
             arrive(full)
         elif not self.spec.tx_bytes:
             if self.spec.fills > 1:
                 cute.arch.sync_warp()
-            _arrive_from_writer(full)
+            _arrive_from_writer(full, self.spec.paired)
         self._advance()
 
     def take(self) -> Slot:
@@ -152,7 +169,8 @@ class Ring:
         cute.arch.mbarrier_wait(self._at(full), self.phase)
         by_lanes = self.spec.noted or self.spec.by_lanes or not self.spec.tx_bytes
         freed = self._at(empty) if self.spec.freed else None
-        slot = Slot(self.index, self._at(full), freed, read_by_lanes=by_lanes)
+        paired = self.spec.paired
+        slot = Slot(self.index, self._at(full), freed, read_by_lanes=by_lanes, paired=paired)
         self.slots.append(slot)
         self._advance()
         return slot
@@ -211,10 +229,26 @@ class Turns:
             )
 
 
+def _arrive(barrier: Any, paired: bool) -> None:
+    """One arrival; of a pair at the first CTA's barrier, ordered for all of the cluster."""
+    if paired:
+        cute.arch.mbarrier_arrive(barrier, 0, scope=MemScopeKind.CLUSTER)
+    else:
+        cute.arch.mbarrier_arrive(barrier)
+
+
 @cute.jit
-def _arrive_from_writer(full) -> None:
+def _arrive_from_writer(full, paired: cutlass.Constexpr) -> None:
     if cute.arch.lane_idx() == 0:
-        cute.arch.mbarrier_arrive(full)
+        _arrive(full, paired)
+
+
+@cute.jit
+def _expect_both(full, count: cutlass.Constexpr) -> None:
+    """The first CTA announces what the copies of both bring."""
+    if cute.arch.block_idx_in_cluster() == 0:
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive_and_expect_tx(full, count)
 
 
 @cute.jit

@@ -66,10 +66,13 @@ class Native:
     address: Int32
 
     @staticmethod
-    def allocate(holder: Any) -> None:
-        """One warp takes all columns; their address is left in shared memory at ``holder``."""
-        cute.arch.alloc_tmem(COLUMNS, holder)
-        cute.arch.relinquish_tmem_alloc_permit()
+    def allocate(holder: Any, *, pair: bool) -> None:
+        """One warp takes all columns; their address is left in shared memory at ``holder``.
+
+        Of a pair of CTAs, one warp of each: the two are one allocation.
+        """
+        cute.arch.alloc_tmem(COLUMNS, holder, pair)
+        cute.arch.relinquish_tmem_alloc_permit(pair)
 
     @staticmethod
     def at(holder: Any, scratch: None) -> Native:
@@ -77,9 +80,9 @@ class Native:
         base = cute.make_tensor(holder, cute.make_layout(1))[0]
         return Native(base, base + _quarter() * (QUARTER << LANE_BIT))
 
-    def free(self) -> None:
+    def free(self, *, pair: bool) -> None:
         """Give the columns back: the warp that took them, when no other one uses them."""
-        cute.arch.dealloc_tmem(self.pointer(Float32, 0), COLUMNS)
+        cute.arch.dealloc_tmem(self.pointer(Float32, 0), COLUMNS, pair)
 
     def pointer(self, dtype: type, column: Int32 | int) -> Any:
         """The operand of an MMA at ``column``: lane 0, elements of ``dtype``."""
@@ -127,8 +130,9 @@ class Hosted:
     lane: Int32
 
     @staticmethod
-    def allocate(holder: Any) -> None:
-        """Nothing to take."""
+    def allocate(holder: Any, *, pair: bool) -> None:
+        """Nothing to take; no pairs."""
+        assert not pair, "pairs of CTAs are not hosted"
 
     @staticmethod
     def at(holder: Any, scratch: cute.Tensor) -> Hosted:
@@ -138,7 +142,7 @@ class Hosted:
         words = cute.make_tensor(scratch.iterator + first, layout)
         return Hosted(words, _quarter() * QUARTER + cute.arch.lane_idx())
 
-    def free(self) -> None:
+    def free(self, *, pair: bool) -> None:
         """Nothing was taken."""
 
     def load(self, column: Int32 | int, count: int) -> Vector:

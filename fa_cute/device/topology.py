@@ -43,6 +43,8 @@ class RingSpec:
     ``fills`` arrivals fill a slot, one a producer warp, and ``empties`` empty it (None: one a warp
     of the consumer's role). ``freed``: False where the slot needs no barrier to be filled again.
     ``copies``: this many rings of one kind, side by side (0: a single ring).
+    ``paired``: the two CTAs of a pair share it. Threads of both arrive, and copies of both tell
+    their bytes, at the barriers of the first; a commit arrives at those of both.
     ``noted``: the producer leaves a word with each slot, which lanes of the consumers read.
     ``by_lanes``: lanes of the consumers read what TMA filled (wgmma reads it where this is False).
     """
@@ -59,14 +61,16 @@ class RingSpec:
     freed: bool = True
     copies: int = 0
     by_lanes: bool = False
+    paired: bool = False
 
 
 @dataclass(frozen=True)
 class Topology:
-    """The two tables of one kernel; roles in the order of their warpgroups."""
+    """The two tables of one kernel; roles in their warpgroups' order. A pair has 2 ``ctas``."""
 
     roles: tuple[Role, ...]
     rings: tuple[RingSpec, ...]
+    ctas: int = 1
 
     def __post_init__(self) -> None:
         need = sum(r.warpgroups * WARPGROUP * r.registers for r in self.roles)

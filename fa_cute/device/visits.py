@@ -118,14 +118,13 @@ class RangeVisits:
 
 @dataclass(frozen=True)
 class ListVisits:
-    """Visits of a planned mask: ``count`` of the ``entries`` from ``first`` on.
+    """Visits of a planned mask: the first ``count`` of the ``entries``.
 
     ``within``: what causal and a window leave whole, or None without them; of a tile of keys its
     ``QSpans``.
     """
 
     entries: cute.Tensor
-    first: Int32
     count: Int32
     within: KvSpans | QSpans | None
 
@@ -140,11 +139,12 @@ class ListVisits:
             last = first + count_from(lists.entries, (first, end), within.begin)
             first = first + count_from(lists.entries, (first, end), within.end)
             end = last
-        return ListVisits(lists.entries, first, end - first, within)
+        own = cute.domain_offset((first,), lists.entries)  # a register less than an index
+        return ListVisits(own, end - first, within)
 
     def at(self, index: Int32) -> Visit:
         """Visit number ``index``, below ``count``."""
-        visit = Visit.of(self.entries[self.first + index])
+        visit = Visit.of(self.entries[index])
         if self.within is None:
             return visit
         return visit.inside(self.within)

@@ -201,6 +201,34 @@ FWD_SM100: tuple[Row, ...] = (
 )
 
 
+# Pairs of CTAs (``FwdSm100Config.pair``), where FlashAttention-4 has them. None is a default: it
+# takes FA_CUTE_PAIRS=1. They have been compiled and protocol-checked, never run, and on paper they
+# only relieve shared memory, which bounds none of these head dims.
+FWD_SM100_PAIRS: tuple[Row, ...] = (
+    Row(
+        (128, 128),
+        False,
+        False,
+        FwdSm100Config(2, 128, 4, 4, 1, 96, 2, 192, 64, 64, pair=True),
+        "not run; 1,024 cycles of shared memory a block where one CTA has 1,536; 192 KiB",
+    ),
+    Row(
+        (192, 128),
+        False,
+        False,
+        FwdSm100Config(2, 128, 3, 2, 1, 96, 2, 184, 56, 88, pair=True),
+        "not run; a second slot of V, which one CTA has no room for; 200 KiB",
+    ),
+    Row(
+        (256, 256),
+        None,
+        False,
+        FwdSm100Config(1, 128, 2, 2, 2, 96, 0, 240, 112, 80, pair=True),
+        "not run; blocks of 128 keys and a second slot of V where one CTA has 96 and one; 192 KiB",
+    ),
+)
+
+
 def fwd_sm90(
     head_dim: int, head_dim_v: int, *, cut: bool, modified: bool, dtype: str = "bfloat16"
 ) -> FwdConfig:
@@ -238,7 +266,7 @@ def _first(
         if row.cut in (None, cut)
         and row.modified in (None, modified)
         and row.dtype in (None, dtype)
-        and all(d <= most for d, most in zip(head_dims, row.head_dims, strict=True))
+        and _holds(row, head_dims)
     ]
     return min(fitting, key=lambda row: row.head_dims).config
 
@@ -251,16 +279,32 @@ def fwd_sm103(
     return replace(found, emulated=0)
 
 
+def paired(config: FwdSm100Config, head_dims: tuple[int, int], *, cut: bool) -> FwdSm100Config:
+    """The row for pairs of CTAs in the place of ``config``, or ``config`` where there is none.
+
+    It emulates no more exponentials than ``config``.
+    """
+    narrowest = min(row.head_dims for row in FWD_SM100 if _holds(row, head_dims))
+    for row in FWD_SM100_PAIRS:
+        if row.head_dims == narrowest and row.cut in (None, cut):
+            return replace(row.config, emulated=min(row.config.emulated, config.emulated))
+    return config
+
+
+def _holds(row: Row, head_dims: tuple[int, int]) -> bool:
+    return all(d <= most for d, most in zip(head_dims, row.head_dims, strict=True))
+
+
 def why(config: FwdConfig | FwdSm100Config) -> str:
     """The reason of the row of a forward's ``config``, or of the row that it was made from."""
-    made = "packed" if isinstance(config, FwdConfig) else "emulated"
-    rows = (*FWD_SM90, *FWD_SM90_BIASED, *FWD_SM100)
+    made = ("packed",) if isinstance(config, FwdConfig) else ("packed", "emulated")
+    rows = (*FWD_SM90, *FWD_SM90_BIASED, *FWD_SM100, *FWD_SM100_PAIRS)
     exact = (row for row in rows if row.config is config)
     near = (
         row
         for row in rows
         if type(row.config) is type(config)
-        and row.config == replace(config, **{made: getattr(row.config, made)})
+        and row.config == replace(config, **{name: getattr(row.config, name) for name in made})
     )
     return next(chain(exact, near)).why
 

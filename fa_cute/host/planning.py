@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from fa_cute.host import configs
+from fa_cute.host.target import wants_pairs
 from fa_cute.mods.affine import ranges_of
 from fa_cute.mods.tiles import tiled_loads
 from fa_cute.mods.trace import Traced, trace_mask_mod, trace_score_mod
@@ -139,6 +140,9 @@ def plan_by_elements(problem: Problem, mods: Mods, target: str) -> Plan:
     bare = not any((score_mod, mask_mod, problem.sinks))
     if bare and problem.few_queries and packs(problem.gqa_ratio, config):
         config = replace(config, packed=True)
+    elif bare and wants_pairs(target):
+        head_dims = problem.head_dim, problem.head_dim_v
+        config = configs.paired(config, head_dims, cut=problem.causal or any(window))
     return Plan(
         direction="forward",
         dtype=dtype,

@@ -40,6 +40,15 @@ def is_hosted(target: str) -> bool:
     return "@" in target
 
 
+def wants_pairs(target: str) -> bool:
+    """Whether pairs of CTAs are asked for (``FA_CUTE_PAIRS=1``) and ``target`` can have them."""
+    return target.startswith("sm_10") and not is_hosted(target) and _pairs_asked()
+
+
+def _pairs_asked() -> bool:
+    return os.environ.get("FA_CUTE_PAIRS", "0") not in ("", "0")
+
+
 @functools.cache
 def _device_target(index: int) -> str:
     capability = torch.cuda.get_device_capability(index)

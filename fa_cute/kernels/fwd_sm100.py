@@ -62,15 +62,21 @@ def topology(plan: Plan) -> Topology:
     c = plan.config
     tiles = c.q_tiles
     q_bytes = mma_sm100.ROWS * plan.width * 2
-    k_bytes = c.tile_n * plan.width * 2
-    v_bytes = c.tile_n * plan.width_v * 2
-    # The MMA's warp, the correction and every softmax warpgroup read the header.
-    readers = 1 + 4 + 4 * tiles
-    notes = ()
+    k_bytes = c.tile_n * plan.width * 2 // c.ctas
+    v_bytes = c.tile_n * plan.width_v * 2 // c.ctas
+    headers, notes = (), ()
+    if not c.pair:
+        # The MMA's warp, the correction and every softmax warpgroup read the header.
+        readers, why = 1 + 4 + 4 * tiles, "the tile's header"
+        headers = (RingSpec("next", NEXT_STAGES, 0, "issue", "all", why, empties=readers),)
     if plan.visits != "bounds":
         why = "which block, and whether it is whole"
         notes = (RingSpec("note", NOTE_STAGES, 0, "issue", "softmax", why, empties=4 * tiles),)
-    unfreed: dict[str, Any] = {"freed": False, "copies": tiles}
+    shared: dict[str, Any] = {"paired": c.pair}
+    loaded: dict[str, Any] = {"empties": 1, **shared}
+    unfreed: dict[str, Any] = {"freed": False, "copies": tiles, **shared}
+    soft: dict[str, Any] = {"fills": 4 * c.ctas, **unfreed}
+    kept: dict[str, Any] = {"empties": 4 * c.ctas, "copies": tiles, **shared}
     in_order = "P V before it was issued earlier, and products execute in order"
     return Topology(
         roles=(
@@ -79,19 +85,20 @@ def topology(plan: Plan) -> Topology:
             Role("correction", 1, c.correction_registers, 4, "rescales O, stores it"),
         ),
         rings=(
-            RingSpec("next", NEXT_STAGES, 0, "issue", "all", "the tile's header", empties=readers),
+            *headers,
             *notes,
-            RingSpec("q", tiles, q_bytes, "issue", "mma", "freed by the tile's last S", empties=1),
-            RingSpec("k", c.k_stages, k_bytes, "issue", "mma", "freed by S", empties=1),
-            RingSpec("v", c.v_stages, v_bytes, "issue", "mma", "freed by P V", empties=1),
+            RingSpec("q", tiles, q_bytes, "issue", "mma", "freed by the tile's last S", **loaded),
+            RingSpec("k", c.k_stages, k_bytes, "issue", "mma", "freed by S", **loaded),
+            RingSpec("v", c.v_stages, v_bytes, "issue", "mma", "freed by P V", **loaded),
             RingSpec("s", c.s_stages, 0, "mma", "softmax", in_order, **unfreed),
-            RingSpec("p", c.s_stages, 0, "softmax", "mma", in_order, fills=4, **unfreed),
-            RingSpec("tail", c.s_stages, 0, "softmax", "mma", in_order, fills=4, **unfreed),
+            RingSpec("p", c.s_stages, 0, "softmax", "mma", in_order, **soft),
+            RingSpec("tail", c.s_stages, 0, "softmax", "mma", in_order, **soft),
             RingSpec(
                 "stat", STAT_STAGES, 0, "softmax", "correction", "factors", fills=4, copies=tiles
             ),
-            RingSpec("o", 1, 0, "mma", "correction", "rescaled or stored", copies=tiles),
+            RingSpec("o", 1, 0, "mma", "correction", "rescaled or stored", **kept),
         ),
+        ctas=c.ctas,
     )
 
 
@@ -180,8 +187,8 @@ class FwdSm100:
             io = packing.packed(io, plan.gqa_ratio)
         boxes = (
             (mma_sm100.ROWS, plan.width),
-            (c.tile_n, plan.width),
-            (c.tile_n, plan.width_v),
+            (c.tile_n // c.ctas, plan.width),
+            (c.tile_n, plan.width_v // c.ctas),
         )
         stages = (c.q_tiles, c.k_stages, c.v_stages)
         layouts = tuple(
@@ -189,7 +196,7 @@ class FwdSm100:
             for box, staged in zip(boxes, stages, strict=True)
         )
         q, k, v = (
-            tma_operand(tensor, layout, box)
+            tma_operand(tensor, layout, box, mma_sm100.load_op(pair=c.pair))
             for tensor, layout, box in zip((io.q, io.k, io.v), layouts, boxes, strict=True)
         )
         operands = Operands(
@@ -208,8 +215,9 @@ class FwdSm100:
             extra=extra,
         )
         self.kernel(operands).launch(
-            grid=[cutlass.min(operands.tiles.count, launch.sm_count), 1, 1],
+            grid=[cutlass.min(operands.tiles.count, launch.sm_count // c.ctas) * c.ctas, 1, 1],
             block=[self.topology.threads, 1, 1],
+            cluster=[c.ctas, 1, 1] if c.pair else None,
             stream=stream,
             min_blocks_per_mp=1,
         )
@@ -221,8 +229,8 @@ class FwdSm100:
         if warp == 0:
             self.topology.initialise(storage)
         if warp == 1:
-            self.memory.allocate(storage.tmem.data_ptr())
-        cute.arch.sync_threads()
+            self.memory.allocate(storage.tmem.data_ptr(), pair=self.config.pair)
+        self.meet()
         memory = self.memory.at(storage.tmem.data_ptr(), x.scratch)
         group = warp // 4
         if group == 0:
@@ -237,9 +245,42 @@ class FwdSm100:
         else:
             self.registers("correction", False)
             self.correct(x, storage, buffers, memory)
-        cute.arch.sync_threads()
+        self.meet()
         if warp == 1:
-            memory.free()
+            memory.free(pair=self.config.pair)
+
+    def meet(self) -> None:
+        """All threads wait for each other: of a pair both CTAs', which share barriers."""
+        if self.config.pair:
+            cute.arch.cluster_arrive()
+            cute.arch.cluster_wait()
+        else:
+            cute.arch.sync_threads()
+
+    def rank(self) -> Int32 | int:
+        """Which CTA of a pair this is; the first multiplies for both."""
+        return cute.arch.block_idx_in_cluster() if self.config.pair else 0
+
+    def multiplies(self, count: Int32) -> Any:
+        """Whether this CTA's warp issues the products of a tile of ``count`` blocks."""
+        return (count > 0) & (self.rank() == 0) if self.config.pair else count > 0
+
+    def first_tile(self) -> Int32:
+        """The tile that this CTA, or this pair, begins with."""
+        return Int32(cute.arch.block_idx()[0]) // self.config.ctas
+
+    def step(self) -> Int32:
+        """CTAs, or pairs, of the launch. Pairs take tiles in a fixed order: none is drawn."""
+        return cute.arch.grid_dim()[0] // self.config.ctas
+
+    def on(self, side: str, *names: str) -> dict[str, str]:
+        """Those of the rings ``names`` that this plan has, each seen from ``side``."""
+        return {ring.name: side for ring in self.topology.rings if ring.name in names}
+
+    def number(self, place: Place, t: int | Int32) -> Int32:
+        """The number of this CTA's tile ``t`` of 128 rows among those of the head."""
+        c = self.config
+        return (place.block * c.ctas + self.rank()) * c.q_tiles + t
 
     def registers(self, role: str, more: bool) -> None:
         """Take the role's registers: all four warps of its warpgroups."""
@@ -277,40 +318,45 @@ class FwdSm100:
 
     @cute.jit
     def load(self, x: Operands, storage, buffers: Buffers):
-        names = ("next", "q", "k", "v", "note")[: 5 if self.walk.noted else 4]
-        rings = self.topology.rings_from(storage, **dict.fromkeys(names, "producer"))
+        names = ("next", "q", "k", "v", "note")
+        rings = self.topology.rings_from(storage, **self.on("producer", *names))
         for operand in (x.q, x.k, x.v):
             cpasync.prefetch_descriptor(operand.atom)
-        tile, ctas = Int32(cute.arch.block_idx()[0]), cute.arch.grid_dim()[0]
+        rank = self.rank()
+        tile, ctas = self.first_tile(), self.step()
         while tile < x.tiles.count:
             place = self.walk.place(x, tile)
             visits = self.walk.visits(x, place)
             own = (visits.count, place.block) if const_expr(self.walk.noted) else ()
-            # Drawn before this tile's loads: the atomic's microsecond passes under them.
-            with rings.next.fill() as header:
-                tile = draw(x.tiles, x.counter, ctas, buffers.next[None, header.index], own)
+            if const_expr(self.config.pair):
+                tile = tile + ctas
+            else:
+                # Drawn before this tile's loads: the atomic's microsecond passes under them.
+                with rings.next.fill() as header:
+                    target = buffers.next[None, header.index]
+                    tile = draw(x.tiles, x.counter, ctas, target, own)
             if visits.count > 0:
                 kv_head = place.head // self.walk.ratio
                 load_q = loader(x.q, buffers.q, place.head, place.batch, Reuse.ONCE)
                 load_k = loader(x.k, buffers.k, kv_head, place.batch, Reuse.OFTEN)
-                load_v = loader(x.v, buffers.v, kv_head, place.batch, Reuse.OFTEN)
+                load_v = loader(x.v, buffers.v, kv_head, place.batch, Reuse.OFTEN, rank)
                 visit = visits.at(Int32(0))
                 if const_expr(self.walk.noted):
                     with rings.note.fill() as top:
                         leave(visit, buffers.notes, top.index)
                 block = visit.block
                 with rings.k.fill() as first:
-                    load_k(block, first)
+                    load_k(block * self.config.ctas + rank, first)
                 for t in cutlass.range_constexpr(self.config.q_tiles):
                     with rings.q.fill() as q:
-                        load_q(place.block * self.config.q_tiles + t, q)
+                        load_q(self.number(place, t), q)
                 for i in cutlass.range(1, visits.count, unroll=1):
                     following = visits.at(i)
                     if const_expr(self.walk.noted):
                         with rings.note.fill() as note:
                             leave(following, buffers.notes, note.index)
                     with rings.k.fill() as k:
-                        load_k(following.block, k)
+                        load_k(following.block * self.config.ctas + rank, k)
                     with rings.v.fill() as v:
                         load_v(block, v)
                     block = following.block
@@ -319,43 +365,45 @@ class FwdSm100:
 
     def enter(self, x: Operands, rings, buffers: Buffers, tile: Int32) -> tuple:
         """(rings, place, walk, tile after it) of ``tile``; ``walk`` as ``Walk.entered`` has it."""
-        with rings.next.drain() as header:
-            words = [buffers.next[i, header.index] for i in range(self.walk.header)]
+        if self.config.pair:
+            words = [tile + self.step()]
+        else:
+            with rings.next.drain() as header:
+                words = [buffers.next[i, header.index] for i in range(self.walk.header)]
         return rings, *self.walk.entered(x, tile, words[1:]), words[0]
 
     @cute.jit
     def multiply(self, x: Operands, storage, buffers: Buffers, memory):
         rings = self.topology.rings_from(
             storage,
-            **dict.fromkeys(("next", "q", "k", "v", "p", "tail"), "consumer"),
-            **dict.fromkeys(("s", "o"), "producer"),
+            **self.on("consumer", "next", "q", "k", "v", "p", "tail"),
+            **self.on("producer", "s", "o"),
         )
         product = self.products.of(memory, buffers)
-        tile = Int32(cute.arch.block_idx()[0])
+        tile = self.first_tile()
         while tile < x.tiles.count:
             rings, _, walk, tile = self.enter(x, rings, buffers, tile)
-            if walk.count > 0:
+            if self.multiplies(walk.count):
                 rings = self.products.tile(product, rings, walk.count)
 
     @cute.jit
     def soften(self, x: Operands, storage, buffers: Buffers, memory):
         t = cute.arch.make_warp_uniform(cute.arch.warp_idx()) // 4 - 1
-        takes = ("next", "s", "note")[: 3 if self.walk.noted else 2]
         rings = self.topology.rings_from(
             storage,
             t,
-            **dict.fromkeys(takes, "consumer"),
-            **dict.fromkeys(("p", "tail", "stat"), "producer"),
+            **self.on("consumer", "next", "s", "note"),
+            **self.on("producer", "p", "tail", "stat"),
         )
         thread = cute.arch.thread_idx()[0] % WARPGROUP
         stat = buffers.stat[thread, None, None, t]
         column = t * self.columns["s0"].count
         mods = self.modifiers(x, buffers, t)
-        tile = Int32(cute.arch.block_idx()[0])
+        tile = self.first_tile()
         while tile < x.tiles.count:
             rings, place, walk, tile = self.enter(x, rings, buffers, tile)
             if walk.count > 0:
-                first = place.block * self.config.tile_m + t * mma_sm100.ROWS
+                first = self.number(place, t) * mma_sm100.ROWS
                 limit = rows.limit_of(x.bounds, first + thread, self.walk.group)
                 own = modifiers.enter(mods, (place.batch, place.head), first)
                 state = softmax.Row()
@@ -480,8 +528,8 @@ class FwdSm100:
 
     @cute.jit
     def correct(self, x: Operands, storage, buffers: Buffers, memory):
-        rings = self.topology.rings_from(storage, next="consumer", stat="consumer", o="consumer")
-        tile = Int32(cute.arch.block_idx()[0])
+        rings = self.topology.rings_from(storage, **self.on("consumer", "next", "stat", "o"))
+        tile = self.first_tile()
         while tile < x.tiles.count:
             rings, place, walk, tile = self.enter(x, rings, buffers, tile)
             if walk.count > 0:
@@ -544,7 +592,7 @@ class FwdSm100:
 
     def target(self, x: Operands, place: Place, t: int) -> rows.Target:
         """Where this thread's row of tile ``t`` goes."""
-        row = place.block * self.config.tile_m + t * mma_sm100.ROWS
+        row = self.number(place, t) * mma_sm100.ROWS
         lse = None if x.lse is None else x.lse[place.batch, place.head, None]
         g_out = x.out[place.batch, None, place.head, None]
         return rows.Target(g_out, lse, row + cute.arch.thread_idx()[0] % WARPGROUP, x.rows)
