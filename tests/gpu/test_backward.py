@@ -19,7 +19,11 @@ def test_square(length: int, causal: bool, kind: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("dims", [(64, 64), (96, 96), (128, 128), (40, 72), (128, 64)], ids=str)
+@pytest.mark.parametrize(
+    "dims",
+    [(64, 64), (96, 96), (128, 128), (40, 72), (72, 72), (104, 104), (128, 96), (64, 32)],
+    ids=str,
+)
 def test_head_dims(dims: tuple[int, int], dtype: torch.dtype) -> None:
     check(Case(dims=dims, dtype=dtype, lengths=(257, 257), causal=True))
 
