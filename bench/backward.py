@@ -30,7 +30,7 @@ from bench.timing import Candidate, Effort, Stopwatch
 
 FACTORS = {"backward": 2.5, "both": 3.5}
 OWN = ("ours", "deterministic")
-# An error of dq or dk that passes, in roundings of the largest element; seen, 0.3 to 1.
+# An error of dq or dk that passes, in roundings of the largest element; seen, 0.5 to 0.9.
 ROUNDINGS = 2.0
 
 
