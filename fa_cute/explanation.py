@@ -160,7 +160,7 @@ def _blackwell(config: FwdSm100Config) -> tuple[str, str]:
     return (
         f"tile: {config.tile_m} queries x {config.tile_n} keys, {config.q_tiles} softmax "
         f"warpgroups of one row a thread, {config.k_stages} stages of K, {config.v_stages} of V, "
-        f"{config.s_stages} of S a tile",
+        f"{config.s_stages} of S a tile" + ("; a pair of CTAs shares it" if config.pair else ""),
         f"registers: {config.softmax_registers} a softmax thread, {config.correction_registers} a "
         f"correction's, {config.issue_registers} of those that load and multiply; "
         f"{config.registers} of {register_pool(config.threads)} of the CTA",

@@ -175,9 +175,8 @@ def test_native_blocks_of_a_mask(visits: str, tmp_path: Path) -> None:
 
 
 PAIRS = [
-    (row.head_dims, target, causal)
-    for row in FWD_SM100_PAIRS
-    for target, causal in (("sm_100a", row.cut is None), ("sm_103a", False))
+    *((row.head_dims, "sm_100a", row.cut is None) for row in FWD_SM100_PAIRS),
+    ((128, 128), "sm_103a", False),
 ]
 
 
@@ -211,6 +210,9 @@ def test_pairs_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     assert own.config.pair and own.config.tile_m == 512
     assert plan((128, 128), "sm_103a").config == replace(own.config, emulated=0)
     assert configs.why(own.config).startswith("not run")
+    q = torch.empty(1, 4096, 4, 128, dtype=torch.bfloat16)
+    text = fa_cute.explain(q, q, q, target="sm_100a")
+    assert "512 queries x 128 keys" in text and "a pair of CTAs shares it" in text
     for other in (
         plan((128, 128), causal=True),
         plan((64, 64)),
