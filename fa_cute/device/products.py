@@ -24,6 +24,7 @@ class Buffers(NamedTuple):
     ds (tile_q, tile_kv, ·); shift, delta (tile_q, ·) fp32; p like ds, if wide.
 
     ``scratch``: 32-bit words of the mods' diagonals, one part a consumer warpgroup, or None.
+    ``notes``: the visits' words (stages,), or None.
     """
 
     k: cute.Tensor
@@ -35,6 +36,7 @@ class Buffers(NamedTuple):
     delta: cute.Tensor
     p: cute.Tensor | None = None
     scratch: Any = None
+    notes: cute.Tensor | None = None
 
 
 class Mmas(NamedTuple):

@@ -76,6 +76,10 @@ class SpanVisits(NamedTuple):
         """Visit number ``index``, below ``count``; whether it is whole the consumers know."""
         return Visit(self.last - index, Int32(0))
 
+    def following(self, index: Int32, _: Int32) -> Visit:
+        """Visit number ``index``."""
+        return self.at(index)
+
 
 @dataclass(frozen=True)
 class RangeVisits:

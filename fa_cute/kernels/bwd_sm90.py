@@ -42,16 +42,17 @@ from cutlass.cute.nvgpu import cpasync, warpgroup
 
 from fa_cute.device import epilogue, mask, mma_sm90, modifiers, score, softmax, turns, vectors
 from fa_cute.device.bounds import bounds_of
+from fa_cute.device.key_walk import KeyWalk
 from fa_cute.device.modifiers import Mods
 from fa_cute.device.operand import Reuse, TmaOperand, loader, row_loader, tma_operand
 from fa_cute.device.products import Buffers, Fragments, Mmas, Products
-from fa_cute.device.scheduler import Place, Tiles, section_of
+from fa_cute.device.scheduler import Place, Tiles
 from fa_cute.device.topology import WARPGROUP, RingSpec, Role, Topology
+from fa_cute.device.visits import Visit
 from fa_cute.plan import BwdIo, Extra, Launch, Plan
-from fa_cute.spans import Arithmetic, Bounds, QSpans, q_spans, visible
+from fa_cute.spans import Bounds
 
 DTYPES = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16}
-ARITHMETIC = Arithmetic(cutlass.min, cutlass.max)
 LOADED = ("k", "v", "q", "do")  # the rings that TMA fills
 DS_READY = 1  # the named barrier of the consumers; 0 is the CTA's own
 
@@ -61,6 +62,7 @@ def topology(plan: Plan) -> Topology:
     c = plan.config
     q_bytes = c.tile_q * (plan.width * 2 + 4)
     do_bytes = c.tile_q * (plan.width_v * 2 + 4)
+    noted = plan.visits != "bounds"
     in_turn = (
         RingSpec("turn", 2, 0, "load", "math", "the block's sums are this tile's to add to"),
         RingSpec("added", 2, 0, "math", "load", "it has added", fills=4 * c.consumers, empties=1),
@@ -73,7 +75,9 @@ def topology(plan: Plan) -> Topology:
         rings=(
             RingSpec("k", 1, c.tile_kv * plan.width * 2, "load", "math", "held for the whole tile"),
             RingSpec("v", 1, c.tile_kv * plan.width_v * 2, "load", "math", "held likewise"),
-            RingSpec("q", c.stages, q_bytes, "load", "math", "and shift; freed when dK is there"),
+            RingSpec(
+                "q", c.stages, q_bytes, "load", "math", "and shift; freed when dK is there", noted
+            ),
             RingSpec("do", c.stages, do_bytes, "load", "math", "and delta; freed when dV is there"),
             *(in_turn if plan.deterministic else ()),
         ),
@@ -135,10 +139,9 @@ class BwdSm90:
         self.dtype = DTYPES[plan.dtype]
         self.products = Products(plan, self.dtype)
         self.fragment = mma_sm90.fragment(plan.config.own_queries, transposed=True)
+        self.walk = KeyWalk(plan, self.fragment)
         graphs = (plan.score_mod, plan.mask_mod)
-        self.modified = any(graph is not None for graph in graphs)
         self.scratch_words = [score.scratch_words(graph, self.fragment) for graph in graphs]
-        self.cut = plan.causal or any(plan.window) or plan.deterministic
 
     @cute.jit
     def __call__(self, io: BwdIo, extra: Extra, launch: Launch, stream):
@@ -159,7 +162,7 @@ class BwdSm90:
             io=io,
             mmas=self.products.mmas(),
             layouts=layouts,
-            tiles=self.number(io),
+            tiles=self.walk.number(io),
             bounds=bounds_of(plan, (io.q.shape[1], io.k.shape[1]), launch),
             scale=launch.scale,
             extra=extra,
@@ -171,13 +174,6 @@ class BwdSm90:
             min_blocks_per_mp=1,
         )
 
-    def number(self, io: BwdIo) -> Tiles:
-        """The numbering of tiles of keys."""
-        batch, seqlen_k, heads = (io.k.shape[i] for i in range(3))
-        head_bytes = io.q.shape[1] * (2 * (self.plan.head_dim + self.plan.head_dim_v))
-        section = section_of(head_bytes * self.plan.gqa_ratio, 1)
-        return Tiles.of(cute.ceil_div(seqlen_k, self.config.tile_kv), heads, batch, section)
-
     @cute.kernel
     def kernel(self, x: Operands):
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
@@ -185,7 +181,7 @@ class BwdSm90:
         if warp == 0:
             self.topology.initialise(storage)
         cute.arch.sync_threads()
-        place = self.place(x)
+        place = self.walk.place(x, Int32(cute.arch.block_idx()[0]))
         if warp < 4:
             cute.arch.setmaxregister_decrease(self.topology.role("load").registers)
             if warp == 0:
@@ -208,11 +204,6 @@ class BwdSm90:
         in_turn = {"turn": "consumer", "added": "producer"} if self.plan.deterministic else {}
         return dict.fromkeys(LOADED, "consumer") | in_turn
 
-    def place(self, x: Operands) -> Place:
-        """This CTA's tile. Where tiles differ, the first keys come first: most queries see them."""
-        place = x.tiles.place(Int32(cute.arch.block_idx()[0]), self.cut)
-        return place._replace(block=x.tiles.blocks - 1 - place.block) if self.cut else place
-
     def allocate(self, x: Operands) -> tuple[Any, Buffers]:
         """Shared memory: the barriers' storage, and the buffers as tensors."""
         c = self.config
@@ -222,10 +213,12 @@ class BwdSm90:
             for name, layout in zip(names, x.layouts, strict=True)
         }
         sizes["shift"] = sizes["delta"] = (Float32, c.tile_q * c.stages)
+        if self.walk.noted:
+            sizes["notes"] = (Int32, c.stages)
         words = sum(self.scratch_words)
         if words:
             sizes["scratch"] = (Int32, words * c.consumers)
-        storage = cutlass.memory.SmemAllocator().allocate(self.topology.storage(sizes))
+        storage = cutlass.memory.SmemAllocator().allocate(self.topology.storage(sizes, ("notes",)))
         tiles = [
             getattr(storage, name).get_tensor(layout.outer, swizzle=layout.inner)
             for name, layout in zip(names, x.layouts, strict=True)
@@ -233,24 +226,13 @@ class BwdSm90:
         by_row = cute.make_layout((c.tile_q, c.stages))
         rows = [getattr(storage, name).get_tensor(by_row) for name in ("shift", "delta")]
         scratch = storage.scratch.data_ptr() if words else None
-        return storage, Buffers(*tiles[:5], *rows, tiles[5] if c.wide else None, scratch)
-
-    def spans(self, x: Operands, place: Place) -> QSpans:
-        """The blocks of queries of a tile: the same for the producer and for every consumer."""
-        c = self.config
-        first = place.block * c.tile_kv
-        spans = q_spans(x.bounds, first, first + c.tile_kv, c.tile_q, ARITHMETIC)
-        if not self.modified:
-            return spans
-        # Past the last query shift is -inf and hides any finite score, which a mod's may not be.
-        whole = cutlass.min(spans.middle_end, x.bounds.seqlen_q // c.tile_q)
-        return spans._replace(middle_end=cutlass.max(whole, spans.middle_begin))
+        notes = storage.notes.get_tensor(cute.make_layout(c.stages)) if self.walk.noted else None
+        return storage, Buffers(*tiles[:5], *rows, tiles[5] if c.wide else None, scratch, notes)
 
     @cute.jit
     def load(self, x: Operands, rings, buffers: Buffers, place: Place):
         for operand in (x.k, x.v, x.q, x.do):
             cpasync.prefetch_descriptor(operand.atom)
-        spans = self.spans(x, place)
         with rings.k.fill() as k:
             loader(x.k, buffers.k, place.head, place.batch, Reuse.ONCE)(place.block, k)
         with rings.v.fill() as v:
@@ -261,9 +243,13 @@ class BwdSm90:
             load_do = loader(x.do, buffers.do, head, place.batch, Reuse.OFTEN)
             load_shift = row_loader(x.io.shift[place.batch, head, None], buffers.shift)
             load_delta = row_loader(x.io.delta[place.batch, head, None], buffers.delta)
-            for j in cutlass.range(spans.end - spans.begin, unroll=1):
-                block = spans.end - 1 - j
-                with rings.q.fill() as q:
+            visits = self.walk.visits(x, place._replace(head=head))
+            block = self.walk.spans(x, place).end
+            for j in cutlass.range(visits.count, unroll=1):
+                visit = self.walk.following(visits, j, block)
+                block = visit.block
+                note = (buffers.notes, visit.word()) if const_expr(self.walk.noted) else None
+                with rings.q.fill(note) as q:
                     load_q(block, q)
                     load_shift(block, q)
                 with rings.do.fill() as do:
@@ -273,18 +259,18 @@ class BwdSm90:
     @cute.jit
     def await_turns(self, x: Operands, rings, place: Place):
         """Wait, for block after block, until the tiles of keys before this one have added to it."""
-        spans = self.spans(x, place)
+        spans = self.walk.spans(x, place)
         for i in cutlass.range(self.plan.gqa_ratio, unroll=1):
             counters = self.counters(x, place, i)
             for j in cutlass.range(spans.end - spans.begin, unroll=1):
                 block = spans.end - 1 - j
                 with rings.turn.fill():
-                    turns.wait(counters + block, self.turn(x, place, block))
+                    turns.wait(counters + block, self.walk.turn(x, place, block))
 
     @cute.jit
     def give_turns(self, x: Operands, rings, place: Place):
         """Let the next tile of keys add, to block after block, once this one has."""
-        spans = self.spans(x, place)
+        spans = self.walk.spans(x, place)
         for i in cutlass.range(self.plan.gqa_ratio, unroll=1):
             counters = self.counters(x, place, i)
             for j in cutlass.range(spans.end - spans.begin, unroll=1):
@@ -294,15 +280,6 @@ class BwdSm90:
     def counters(self, x: Operands, place: Place, i: Int32) -> cute.Pointer:
         """How many tiles of keys have added to the blocks of the key head's query head ``i``."""
         return x.io.turns[place.batch, place.head * self.plan.gqa_ratio + i, None].iterator
-
-    def turn(self, x: Operands, place: Place, block: Int32) -> Int32:
-        """How many tiles of keys before this one see the block."""
-        first = Int32(0)
-        if x.bounds.left is not None:
-            tile = self.config.tile_q
-            keys, _ = visible(x.bounds, block * tile, (block + 1) * tile, ARITHMETIC)
-            first = cutlass.max(keys, Int32(0)) // self.config.tile_kv
-        return place.block - first
 
     @cute.jit
     def math(self, x: Operands, rings, buffers: Buffers, place: Place):
@@ -316,7 +293,7 @@ class BwdSm90:
         key = first_key + mma_sm90.row_of(thread)
         column = first_query + 2 * (thread % 4)
         work = Work(place, group, thread, key, column, first_query)
-        spans = self.spans(x, place)
+        spans = self.walk.spans(x, place)
         limit = mask.limits_of_keys(x.bounds, key, column)
         f = self.products.fragments(x.mmas, buffers, group)
         f.dk.fill(0.0)
@@ -328,10 +305,14 @@ class BwdSm90:
             head = place.head * self.plan.gqa_ratio + i
             rows = modifiers.enter(mods, (place.batch, head), first_key)
             body = Sweep(x, buffers, f, limit, rows, work, head, c)
-            if const_expr(x.bounds.left is not None or self.modified):
-                rings = self.sweep(body, rings, spans.middle_end, spans.end, True)
-            rings = self.sweep(body, rings, spans.middle_begin, spans.middle_end, False)
-            rings = self.sweep(body, rings, spans.begin, spans.middle_begin, True)
+            if const_expr(self.walk.noted):
+                count = self.walk.visits(x, place._replace(head=head)).count
+                rings = self.sweep(body, rings, Int32(0), count, None)
+            else:
+                if const_expr(x.bounds.left is not None or self.walk.modified):
+                    rings = self.sweep(body, rings, spans.middle_end, spans.end, True)
+                rings = self.sweep(body, rings, spans.middle_begin, spans.middle_end, False)
+                rings = self.sweep(body, rings, spans.begin, spans.middle_begin, True)
             modifiers.leave(rows)
         k.release()
         v.release()
@@ -348,21 +329,30 @@ class BwdSm90:
 
     @cute.jit
     def sweep(self, body: Sweep, rings, begin: Int32, end: Int32, edge: cutlass.Constexpr):
-        """Blocks of queries ``end - 1`` down to ``begin``."""
+        """Blocks of queries ``end - 1`` down to ``begin``; ``edge``: they need the bounds.
+
+        None: so many blocks, and Q's note says which each is and what it needs.
+        """
         f = body.f
         for i in cutlass.range(end - begin, unroll=1):
-            block = end - 1 - i
             q = rings.q.take()
+            visit = Visit(end - 1 - i, Int32(not edge))
+            if const_expr(edge is None):
+                visit = Visit.of(body.buffers.notes[q.index])
+            block = visit.block
             s = self.products.s(f, q.index)
             do = rings.do.take()
             early = self.plan.score_mod is None  # a mod needs the registers of dP meanwhile
             if const_expr(early):
                 dp = self.products.dp(f, do.index)
             first = block * self.config.tile_q + body.work.first_query
-            blocks = modifiers.enter_block(body.mods, first)
+            always = body.mods if const_expr(edge is not None) else body.mods._replace(mask=None)
+            blocks = modifiers.enter_block(always, first)
             warpgroup.wait_group(1 if early else 0)
             s_view = mma_sm90.rows_and_columns(s)
             slopes = self.modify(body, blocks, s_view, block, edge)
+            if const_expr(edge is None):
+                self.restrict(body, s_view, visit)
             self.exponentiate(body, s_view, q)
             mma_sm90.convert(s, f.p)
             if const_expr(slopes is not None and body.mods.collector is None):
@@ -415,6 +405,14 @@ class BwdSm90:
         if blocks.mask is not None:
             blocks.mask.hide(s)
         return slopes
+
+    @cute.jit
+    def restrict(self, body: Sweep, s: cute.Tensor, visit: Visit):
+        """The bounds and mask_mod on S in place, unless the block is whole."""
+        if visit.whole == 0:
+            first = visit.block * self.config.tile_q + body.work.first_query
+            blocks = modifiers.enter_block(body.mods._replace(score=None), first)
+            self.modify(body, blocks, s, visit.block, True)
 
     def exponentiate(self, body: Sweep, s: cute.Tensor, slot: Any) -> None:
         """S (2, columns) becomes P in place."""
