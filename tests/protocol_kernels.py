@@ -96,4 +96,5 @@ def _queries(rng: random.Random, plan: Plan) -> dict[str, int]:
         cuts = [2] * 4
     if not plan.window[0] and plan.score_mod is None and plan.mask_mod is None:
         cuts[2] = cuts[3]
-    return dict(zip(("begin", "middle_begin", "middle_end", "end"), cuts, strict=True))
+    spans = dict(zip(("begin", "middle_begin", "middle_end", "end"), cuts, strict=True))
+    return spans | {"count": cuts[3] - cuts[0]}

@@ -69,6 +69,8 @@ KERNELS: dict[str, Callable[[], Plan]] = {
     "backward, causal, deterministic": lambda: backward(
         causal=True, gqa_ratio=2, deterministic=True
     ),
+    "backward, ranges of a mask": lambda: backward(mask_mod=chunked, gqa_ratio=2),
+    "backward, lists of a mask": lambda: replace(backward(mask_mod=chunked), visits="lists"),
     "backward, wide": lambda: backward(head_dim=256),
     "Blackwell": lambda: forward(target="sm_100a"),
     "Blackwell, causal, window": lambda: forward(

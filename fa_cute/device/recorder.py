@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, is_dataclass
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -496,7 +496,7 @@ def recording(
             found = method(*args)
             for name in getattr(found, "_fields", None) or vars(found):
                 value = getattr(found, name)
-                if not isinstance(value, tuple) and value is not None:
+                if not isinstance(value, tuple) and not is_dataclass(value) and value is not None:
                     record.name(value, name)
             return found
 
