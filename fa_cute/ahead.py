@@ -20,7 +20,7 @@ from fa_cute.host import cache
 from fa_cute.host import compile as compiling
 from fa_cute.host.launch import Kernel, Resources
 from fa_cute.host.planning import Mods
-from fa_cute.plan import Plan
+from fa_cute.plan import BACKWARD, FORWARD, Plan
 
 
 class CompiledAttention:
@@ -66,6 +66,11 @@ class CompiledAttention:
         The mods stay as they were traced at compile time, the tensors that they captured included.
         ValueError if q, k, v, the window or sinks need another kernel than this one.
         """
+        if self.plan.direction != FORWARD:
+            raise ValueError(
+                f"this is a {self.plan.direction} kernel, which no call on q, k and v runs: "
+                "differentiate fa_cute.attention on tensors that require a gradient"
+            )
         if not (isinstance(q, torch.Tensor) and q.is_cuda):
             raise ValueError(
                 f"this is a kernel for {self.plan.target}, and q is no CUDA tensor; "
@@ -121,10 +126,12 @@ def compile(
     ``block_lists`` calls give the mask as a ``MaskBlocks`` of ``plan_mask``. ``few_queries``: for
     calls of at most 64 queries, whose heads then share tiles where they share keys. ``bias``: of a
     recorded graph, which captured tensor of score_mod TMA loads by tiles; for a function its
-    tensors' layout says so. ValueError for what no kernel exists for.
+    tensors' layout says so. ``direction`` "backward": all kernels of a call that is differentiated;
+    the result is the main one's, and ``fa_cute.attention`` on tensors that require a gradient runs
+    them. ValueError for what no kernel exists for.
     """
     started = time.perf_counter()
-    plan, mods = Configuration(
+    configuration = Configuration(
         head_dim=head_dim,
         head_dim_v=head_dim_v,
         dtype=dtype,
@@ -141,7 +148,10 @@ def compile(
         block_lists=block_lists,
         bias=bias,
         target=target,
-    ).plan()
+    )
+    (plan, *others), mods = configuration.plans()
+    for other in others:
+        compiling.compiled(other)
     known = compiling.in_memory(plan)
     kernel = compiling.compiled(plan)
     seconds = time.perf_counter() - started
@@ -151,10 +161,12 @@ def compile(
 def recorded_configurations() -> list[dict[str, Any]]:
     """The configurations that this process has used, as arguments for ``compile``.
 
-    Their mods are graphs. ``fa_cute.configuration.save`` writes them to a file, from which
-    ``fa-cute compile --from`` fills the cache next time.
+    The passes around a backward come with it. Their mods are graphs.
+    ``fa_cute.configuration.save`` writes them to a file, from which ``fa-cute compile --from``
+    fills the cache next time.
     """
-    return [Configuration.of(plan).arguments() for plan in compiling.plans_in_memory()]
+    used = (plan for plan in compiling.plans_in_memory() if plan.direction in (FORWARD, BACKWARD))
+    return [Configuration.of(plan).arguments() for plan in used]
 
 
 class Precompiled(NamedTuple):
@@ -182,8 +194,8 @@ def precompile(
         raise ValueError("precompile fills the cache on disk, which is switched off or unusable")
     plans = {}
     for arguments in configurations:
-        plan, _ = Configuration(**arguments).plan()
-        plans[compiling.key_of(compiling.key_parts(plan))] = plan
+        for plan in Configuration(**arguments).plans()[0]:
+            plans[compiling.key_of(compiling.key_parts(plan))] = plan
     queue, results = list(plans.items()), {}
     guard = threading.Lock()
 

@@ -12,11 +12,12 @@ from typing import Any
 
 import torch
 
+from fa_cute.host.backward import key_tile, plans_of
 from fa_cute.host.planning import MOD_NAMES, Mods, biased, plan_by_elements, takes_lists
 from fa_cute.host.target import check_target
 from fa_cute.mods.graph import Captured, Graph, Node
 from fa_cute.mods.trace import Traced
-from fa_cute.plan import Plan
+from fa_cute.plan import BACKWARD, FORWARD, Plan
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 Mod = Callable[..., Any] | Graph | None
@@ -53,17 +54,48 @@ class Configuration:
         return {f.name: getattr(self, f.name) for f in fields(self)}
 
     def plan(self) -> tuple[Plan, Mods]:
-        """The plan and its traced mods; ValueError for what no kernel exists for."""
-        if self.direction != "forward":
-            raise NotImplementedError(
-                f"direction {self.direction!r}: only 'forward' is there so far"
+        """The main plan and its traced mods; ValueError for what no kernel exists for."""
+        plans, mods = self.plans()
+        return plans[0], mods
+
+    def plans(self) -> tuple[tuple[Plan, ...], Mods]:
+        """The plans of all kernels, the main one first, and the traced mods.
+
+        A backward's come with the passes around it and, unless its score_mod is a recorded graph
+        that has its derivative, with the forward that it follows.
+        """
+        if self.direction not in (FORWARD, BACKWARD):
+            raise ValueError(
+                f"direction {self.direction!r}: there are {FORWARD!r} and {BACKWARD!r}, of which "
+                "the latter brings all that a training call needs"
             )
         mods = Mods(*(_traced(name, getattr(self, name)) for name in MOD_NAMES))
-        plan = plan_by_elements(self._asked(), mods, check_target(self.target))
+        asked = self._asked()
+        if self.direction == FORWARD:
+            return (self._forward(asked, mods),), mods
+        from fa_cute.autograd import derivative_of
+
+        forward = self._forward(replace(asked, return_lse=True), mods)
+        learned = forward.score_mod is not None and bool(forward.score_mod.more)
+        derivative = forward.score_mod
+        if not learned:
+            derivative = derivative_of(mods, deterministic=asked.deterministic)
+        tile = key_tile(forward) if self.block_lists else None
+        before, main, after = plans_of(
+            forward,
+            deterministic=asked.deterministic,
+            lse_gradient=asked.return_lse,
+            derivative=derivative,
+            listed=tile,
+        )
+        return (main, before, after, *(() if learned else (forward,))), mods
+
+    def _forward(self, asked: _Asked, mods: Mods) -> Plan:
+        plan = plan_by_elements(asked, mods, check_target(self.target))
         if self.block_lists:
             plan = replace(plan, visits=self._lists(mods))
         bias = mods.bias if self.bias is None else self.bias
-        return (plan if bias is None else biased(plan, bias)), mods
+        return plan if bias is None else biased(plan, bias)
 
     def _lists(self, mods: Mods) -> str:
         """How a plan says that it reads lists; ValueError for a mask that has none."""
@@ -191,6 +223,7 @@ def _data(name: str, value: Any) -> Any:
             "result": value.result,
             "captured": [[c.dtype, c.ndim, c.inner] for c in value.captured],
             "scalars": value.scalars,
+            "more": value.more,
         }
     if callable(value):
         raise ValueError(
@@ -209,4 +242,5 @@ def _value(name: str, value: Any) -> Any:
         return find_mod(value)
     nodes = (Node(op, tuple(args), *rest) for op, args, *rest in value["nodes"])
     captured = (Captured(*c) for c in value["captured"])
-    return Graph(tuple(nodes), value["result"], tuple(captured), tuple(value["scalars"]))
+    rest = tuple(value["scalars"]), tuple(value.get("more", ()))
+    return Graph(tuple(nodes), value["result"], tuple(captured), *rest)

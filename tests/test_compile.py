@@ -310,8 +310,8 @@ def test_wrong_arguments_are_named(wrong: dict[str, Any], message: str) -> None:
 
 
 def test_what_is_not_there_yet_says_so() -> None:
-    with pytest.raises(NotImplementedError, match="direction"):
-        fa_cute.compile(**PLAIN, direction="backward")
+    with pytest.raises(ValueError, match="'sideways'.*'forward' and 'backward'"):
+        fa_cute.compile(**PLAIN, direction="sideways")
     with pytest.raises(TypeError, match="score_mod must be a function"):
         fa_cute.compile(**PLAIN, score_mod=3)
 

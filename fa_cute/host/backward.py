@@ -97,9 +97,7 @@ def plans_of(
     ``derivative``: the forward's score_mod as ``mods/derivative.differentiate`` makes it.
     ``listed``: the tile (queries, keys) of the lists that the call has, if any.
     """
-    cut = forward.causal or any(forward.window)
-    modified = forward.score_mod is not None or forward.mask_mod is not None
-    config = configs.bwd_sm90(forward.head_dim, forward.head_dim_v, cut=cut, modified=modified)
+    config = _config(forward)
     main = replace(
         forward,
         direction=BACKWARD,
@@ -126,6 +124,18 @@ def plans_of(
         main,
         replace(around, direction=POSTPROCESS, deterministic=False),
     )
+
+
+def key_tile(forward: Plan) -> tuple[int, int]:
+    """The tile (queries, keys) of the main kernel of the ``forward`` plan's backward."""
+    config = _config(forward)
+    return config.tile_q, config.tile_kv
+
+
+def _config(forward: Plan) -> BwdConfig:
+    cut = forward.causal or any(forward.window)
+    modified = forward.score_mod is not None or forward.mask_mod is not None
+    return configs.bwd_sm90(forward.head_dim, forward.head_dim_v, cut=cut, modified=modified)
 
 
 def _visits(
