@@ -79,7 +79,7 @@ class Configuration:
         learned = forward.score_mod is not None and bool(forward.score_mod.more)
         derivative = forward.score_mod
         if not learned:
-            derivative = derivative_of(mods, deterministic=asked.deterministic)
+            derivative = derivative_of(mods)
         tile = key_tile(forward) if self.block_lists else None
         before, main, after = plans_of(
             forward,

@@ -37,7 +37,7 @@ def test_the_kernels_are_those_of_a_call() -> None:
     assert (
         forward == Configuration(**ARGUMENTS, score_mod=mod, causal=True, return_lse=True).plan()[0]
     )
-    derivative = derivative_of(Mods.of(mod, None), deterministic=False)
+    derivative = derivative_of(Mods.of(mod, None))
     wanted = plans_of(forward, deterministic=False, lse_gradient=False, derivative=derivative)
     assert (before, main, after) == wanted
     directions = [plan.direction for plan in (main, before, after, forward)]
