@@ -96,6 +96,7 @@ def _plans(case: str, target: str) -> dict[str, list[Any]]:
     """Plans by direction; a direction or target that has no kernel yet is left out."""
     from fa_cute.configuration import Configuration, find_mod
     from fa_cute.host.backward import plans_of
+    from fa_cute.host.compile import has_kernel
     from fa_cute.mods.derivative import differentiate
 
     options: dict[str, Any] = {"causal": case in ("causal", "window")}
@@ -111,7 +112,8 @@ def _plans(case: str, target: str) -> dict[str, list[Any]]:
         backward = plans_of(plan, deterministic=False, lse_gradient=False, derivative=graph)
     except (ValueError, NotImplementedError):
         return {}
-    return {"forward": [plan], "backward": list(backward)}
+    found = {"forward": [plan], "backward": list(backward)}
+    return {direction: plans for direction, plans in found.items() if all(map(has_kernel, plans))}
 
 
 def _timed(action: Callable[[], Any]) -> dict[str, float]:

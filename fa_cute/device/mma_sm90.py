@@ -17,7 +17,7 @@ from cutlass import Float32, Numeric
 from cutlass.cute.nvgpu import OperandMajorMode, warp, warpgroup
 from cutlass.tensor_utils import LayoutEnum
 
-from fa_cute.device import emit
+from fa_cute.device import emit, wgmma
 from fa_cute.device.fragment import Fragment
 
 ROWS = 64  # rows of one wgmma
@@ -102,19 +102,12 @@ def gemm(
 ) -> None:
     """Issue ``acc = a b`` (clear) or ``acc += a b`` as one commit group; does not wait.
 
-    ``a`` (atom, m, k), ``b`` (atom, n, k): fragments or descriptors of one stage. The atoms are
-    made here because their flag must be a constant of the wgmma: one that travels as a kernel
-    argument is a predicate, keeps the old accumulator alive, and costs 64 registers and the
-    asynchrony.
+    ``a`` (atom, m, k), ``b`` (atom, n, k): fragments or descriptors of one stage. ``clear`` must be
+    a constant of the wgmma: one that travels as a kernel argument is a predicate, keeps the old
+    accumulator alive, and costs 64 registers and the asynchrony.
     """
     warpgroup.fence()
-    adds = cute.make_mma_atom(mma.op)
-    adds.set(warpgroup.Field.ACCUMULATE, True)
-    overwrites = cute.make_mma_atom(mma.op)
-    overwrites.set(warpgroup.Field.ACCUMULATE, False)
-    for k in range(cute.size(a, mode=[2])):
-        atom = overwrites if clear and k == 0 else adds
-        cute.gemm(atom, acc, a[None, None, k], b[None, None, k], acc)
+    wgmma.issue(mma, acc, a, b, clear=clear)
     warpgroup.commit_group()
 
 

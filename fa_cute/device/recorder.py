@@ -26,7 +26,7 @@ from cutlass.cute import tensor as tensors
 from cutlass.cute.nvgpu import warpgroup
 from cutlass.cutlass_dsl.cutlass import CutlassBaseDSL
 
-from fa_cute.device import protocol
+from fa_cute.device import protocol, wgmma
 from fa_cute.device.protocol import Arrive, Barrier, Copy, Group, Product, Range, Settle, Touch
 from fa_cute.device.ring import Ring, Slot
 from fa_cute.device.topology import WARPGROUP, Topology
@@ -435,6 +435,9 @@ def _tensor_verbs(record: Recorder) -> Iterator[tuple[Any, str, Callable]]:
     def multiplied(atom: Any, d: Any, a: Any, b: Any, c: Any, **options: Any) -> None:
         record.product(d.value, a.value, b.value)
 
+    def issued(mma: Any, acc: Any, a: Any, b: Any, **options: Any) -> None:
+        record.product(acc.value, a.value, b.value)
+
     def got(tensor: Any, at: Any, **options: Any) -> Any:
         found = get(tensor, at, **options)
         if not isinstance(found, kind):
@@ -456,6 +459,7 @@ def _tensor_verbs(record: Recorder) -> Iterator[tuple[Any, str, Callable]]:
     yield cute, "copy", wrapped(cute.copy, copied)
     yield cute, "autovec_copy", wrapped(cute.autovec_copy, vectors)
     yield cute, "gemm", wrapped(cute.gemm, multiplied)
+    yield wgmma, "issue", wrapped(wgmma.issue, issued)
     yield kind, "__getitem__", got
     yield (
         kind,

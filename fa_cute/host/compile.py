@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import importlib
 import importlib.metadata
 import os
 import re
@@ -50,6 +51,14 @@ SOURCES = (
 COMPILER = "nvidia-cutlass-dsl"
 BLACKWELL = ("sm_100a", "sm_103a", "sm_100@sm_90a")
 LINKERS = ("cc", "gcc", "clang", "ld", "ld.lld")
+# Module and class of each kernel; a compile imports its own and no other.
+KERNELS = {
+    (FORWARD, "sm_90a"): ("fwd_sm90", "FwdSm90"),
+    (BACKWARD, "sm_90a"): ("bwd_sm90", "BwdSm90"),
+    (PREPROCESS, "sm_90a"): ("bwd_preprocess", "BwdPreprocess"),
+    (POSTPROCESS, "sm_90a"): ("bwd_postprocess", "BwdPostprocess"),
+    **{(FORWARD, name): ("fwd_sm100", "FwdSm100") for name in BLACKWELL},
+}
 
 _memory: dict[Plan, Kernel] = {}
 _bundles: list[cache.Store] = []
@@ -279,27 +288,20 @@ def _compile(plan: Plan, scratch: Path, more: tuple = ()) -> tuple[Any, str]:
     return function, remarks.read_text() if remarks.exists() else ""
 
 
-def _entry(plan: Plan) -> Any:
-    from fa_cute.kernels.bwd_postprocess import BwdPostprocess
-    from fa_cute.kernels.bwd_preprocess import BwdPreprocess
-    from fa_cute.kernels.bwd_sm90 import BwdSm90
-    from fa_cute.kernels.fwd_sm90 import FwdSm90
-    from fa_cute.kernels.fwd_sm100 import FwdSm100
+def has_kernel(plan: Plan) -> bool:
+    """Whether there is a kernel of ``plan``'s direction for its target."""
+    return (plan.direction, plan.target) in KERNELS
 
-    kernels = {
-        (FORWARD, "sm_90a"): FwdSm90,
-        (BACKWARD, "sm_90a"): BwdSm90,
-        (PREPROCESS, "sm_90a"): BwdPreprocess,
-        (POSTPROCESS, "sm_90a"): BwdPostprocess,
-    }
-    kernels |= dict.fromkeys(((FORWARD, name) for name in BLACKWELL), FwdSm100)
-    found = kernels.get((plan.direction, plan.target))
+
+def _entry(plan: Plan) -> Any:
+    found = KERNELS.get((plan.direction, plan.target))
     if found is None:
         raise ValueError(
             f"there is no {plan.direction} kernel for {plan.target}; there are "
-            + ", ".join(f"{direction} for {name}" for direction, name in kernels)
+            + ", ".join(f"{direction} for {name}" for direction, name in KERNELS)
         )
-    return found(plan)
+    module, name = found
+    return getattr(importlib.import_module(f"fa_cute.kernels.{module}"), name)(plan)
 
 
 @contextlib.contextmanager
