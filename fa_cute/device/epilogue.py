@@ -14,7 +14,9 @@ from typing import Any
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint32, const_expr
+from cutlass._mlir.dialects import llvm
 
+from fa_cute.device import emit
 from fa_cute.device.mma_sm90 import FRAGMENT_ROWS
 
 QUAD = 4
@@ -93,11 +95,8 @@ def store_rows(
 
 def _store_vector(words: list[Uint32], g_row: cute.Tensor, first: Int32) -> None:
     """Write 8 columns of ``g_row`` (Dv,) from column ``first`` on: 16 bytes, aligned."""
-    vector = cute.make_rmem_tensor(QUAD, Uint32)
-    for j in range(QUAD):
-        vector[j] = words[j]
-    target = cute.local_tile(cute.recast_tensor(g_row, Uint32), (QUAD,), (first // VECTOR_COLUMNS,))
-    cute.autovec_copy(vector, target)
+    vector = emit.gathered([word.ir_value() for word in words], QUAD)
+    llvm.store(vector, (g_row.iterator + first).llvm_ptr, alignment=2 * VECTOR_COLUMNS)
 
 
 @cute.jit

@@ -15,14 +15,7 @@ from cutlass import Int32
 from cutlass._mlir.dialects import arith
 
 from fa_cute.device import emit
-from fa_cute.device.mma_sm90 import (
-    FRAGMENT_ROWS,
-    PIECE_COLUMNS,
-    by_row,
-    column_of,
-    pieces_of,
-    store,
-)
+from fa_cute.device.mma_sm90 import FRAGMENT_ROWS, PIECE_COLUMNS, Pieces, by_row, column_of
 from fa_cute.spans import Bounds
 
 
@@ -76,10 +69,10 @@ def apply(s: cute.Tensor, limit: Limits, kv_first: Int32) -> None:
     """Write -inf into ``s`` (2, columns) at columns ``kv_first + ...`` outside the rows' limits."""
     high = by_row([bound - kv_first for bound in limit.high])
     low = None if limit.low is None else by_row([bound - kv_first for bound in limit.low])
-    for at, piece in enumerate(pieces_of(s)):
-        scores = piece.load().ir_value()
+    pieces = Pieces(s)
+    for at, scores in enumerate(pieces.all()):
         columns = emit.constant_lanes([column_of(4 * at + c) for c in PIECE_COLUMNS])
         seen = emit.compare("lt", columns, high)
         if low is not None:
             seen = arith.andi(seen, emit.compare("le", low, columns))
-        store(piece, arith.select(seen, scores, emit.like(scores, -math.inf)))
+        pieces.store(at, arith.select(seen, scores, emit.like(scores, -math.inf)))

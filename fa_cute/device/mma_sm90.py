@@ -14,6 +14,8 @@ import cutlass
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as hopper
 from cutlass import Float32, Numeric
+from cutlass._mlir import ir
+from cutlass._mlir.dialects import arith, llvm
 from cutlass.cute.nvgpu import OperandMajorMode, warp, warpgroup
 from cutlass.tensor_utils import LayoutEnum
 
@@ -123,16 +125,35 @@ def column_of(c: int) -> int:
     return 8 * (c // 2) + c % 2
 
 
-def pieces_of(fragment: cute.Tensor) -> list[cute.Tensor]:
+class Pieces:
     """An accumulator, or its view as rows and columns, in pieces of 8 contiguous values.
 
-    Work on pieces traces and compiles an
-    order faster than on elements. Longer vectors cost: one of 88 is legalised into halves and
-    repacked, 45 PRMT a block in P's conversion, which serialises the wgmmas that read it.
+    Work on pieces traces and compiles an order faster than on elements. Longer vectors cost: one of
+    88 is legalised into halves and repacked, 45 PRMT a block in P's conversion, which serialises
+    the wgmmas that read it. Two operations an access; through a tensor of 8 values it is seven.
     """
-    layout = cute.make_layout(PIECE)
-    starts = range(0, cute.size(fragment), PIECE)
-    return [cute.make_tensor(fragment.iterator + start, layout) for start in starts]
+
+    def __init__(self, fragment: cute.Tensor) -> None:
+        self.fragment = fragment
+        self.count = cute.size(fragment) // PIECE
+        self._type = fragment.element_type.mlir_type
+        self._base = fragment.iterator.llvm_ptr
+
+    def load(self, number: int) -> Any:
+        """The vector (8,) of piece ``number``."""
+        return llvm.load(ir.VectorType.get([PIECE], self._type), self._place(number))
+
+    def store(self, number: int, vector: Any) -> None:
+        """Write a vector (8,) into piece ``number``, in the fragment's type."""
+        llvm.store(vector, self._place(number))
+
+    def all(self) -> list[Any]:
+        """The vectors of all pieces."""
+        return [self.load(number) for number in range(self.count)]
+
+    def _place(self, number: int) -> Any:
+        base = self._base
+        return llvm.getelementptr(base.type, base, [], [number * PIECE], self._type, None)
 
 
 def by_row(values: list[Numeric]) -> Any:
@@ -141,15 +162,12 @@ def by_row(values: list[Numeric]) -> Any:
     return emit.gathered(rows * (PIECE // len(rows)), PIECE)
 
 
-def store(piece: cute.Tensor, vector: Any) -> None:
-    """Write a vector of the compiler's into a piece."""
-    piece.store(cute.TensorSSA(vector, piece.shape, piece.element_type))
-
-
 def convert(source: cute.Tensor, target: cute.Tensor) -> None:
     """Round the fp32 fragment ``source`` into ``target``, value by value in the same order."""
-    for fp32, rounded in zip(pieces_of(source), pieces_of(target), strict=True):
-        rounded.store(fp32.load().to(target.element_type))
+    rounded = Pieces(target)
+    kind = ir.VectorType.get([PIECE], target.element_type.mlir_type)
+    for number, values in enumerate(Pieces(source).all()):
+        rounded.store(number, arith.truncf(kind, values))
 
 
 def row_of(thread: cutlass.Int32) -> cutlass.Int32:

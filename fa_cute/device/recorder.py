@@ -27,6 +27,7 @@ from cutlass.cute.nvgpu import warpgroup
 from cutlass.cutlass_dsl.cutlass import CutlassBaseDSL
 
 from fa_cute.device import protocol, wgmma
+from fa_cute.device.mma_sm90 import Pieces
 from fa_cute.device.protocol import Arrive, Barrier, Copy, Group, Product, Range, Settle, Touch
 from fa_cute.device.ring import Ring, Slot
 from fa_cute.device.topology import WARPGROUP, Topology
@@ -468,11 +469,17 @@ def _tensor_verbs(record: Recorder) -> Iterator[tuple[Any, str, Callable]]:
     )
     for name, write in (("store", True), ("fill", True), ("load", False)):
         yield kind, name, wrapped(getattr(kind, name), _noting(record, write))
+    for name, write in (("store", True), ("load", False)):
+        yield Pieces, name, wrapped(getattr(Pieces, name), _noting_pieces(record, write))
     yield cutlass.memory.SmemAllocator, "allocate", allocated
 
 
 def _noting(record: Recorder, write: bool) -> Callable:
     return lambda tensor, *a, **o: record.touch(tensor, write)
+
+
+def _noting_pieces(record: Recorder, write: bool) -> Callable:
+    return lambda pieces, *a: record.touch(pieces.fragment, write)
 
 
 @contextmanager

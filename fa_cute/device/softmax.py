@@ -27,7 +27,7 @@ from cutlass._mlir.dialects import arith, llvm
 from cutlass._mlir.dialects import math as math_dialect
 
 from fa_cute.device import emit
-from fa_cute.device.mma_sm90 import FRAGMENT_ROWS, by_row, pieces_of, store
+from fa_cute.device.mma_sm90 import FRAGMENT_ROWS, Pieces, by_row
 
 LOG2_E = math.log2(math.e)
 LN_2 = math.log(2.0)
@@ -76,8 +76,8 @@ def exponentiate(s: cute.Tensor, state: RowState, c: Float32, *, first: bool) ->
 
     Unless it is the ``first`` block, ``state.scale`` is then what O is to be multiplied by.
     """
-    pieces = pieces_of(s)
-    values = [piece.load().ir_value() for piece in pieces]
+    pieces = Pieces(s)
+    values = pieces.all()
     tops, shifts = _reduce(values, llvm.intr_maxnum), []
     for r in range(FRAGMENT_ROWS):
         top = _across_quad(tops[r], cute.arch.fmax)
@@ -91,14 +91,14 @@ def exponentiate(s: cute.Tensor, state: RowState, c: Float32, *, first: bool) ->
         state.maximum[r] = maximum
         shifts.append(shift)
     shift, factor = by_row(shifts), by_row([c, c])
-    for piece, value in zip(pieces, values, strict=True):
+    for number, value in enumerate(values):
         exponent = math_dialect.fma(value, factor, shift)
-        store(piece, math_dialect.exp2(exponent, fastmath=arith.FastMathFlags.fast))
+        pieces.store(number, math_dialect.exp2(exponent, fastmath=arith.FastMathFlags.fast))
 
 
 def add_up(s: cute.Tensor, state: RowState, *, first: bool) -> None:
     """Take P ``(2, columns)`` into the sums. Last in a block: nothing waits for it."""
-    totals = _reduce([piece.load().ir_value() for piece in pieces_of(s)], arith.addf)
+    totals = _reduce(Pieces(s).all(), arith.addf)
     for r, total in enumerate(map(Float32, totals)):
         state.sum[r] = total if first else cute.math.fma(state.sum[r], state.scale[r], total)
 
@@ -110,8 +110,9 @@ def rescale(o: cute.Tensor, state: RowState) -> None:
 
 def _multiply(o: cute.Tensor, factors: list[Float32]) -> None:
     by = by_row(factors)
-    for piece in pieces_of(o):
-        store(piece, arith.mulf(piece.load().ir_value(), by))
+    pieces = Pieces(o)
+    for number, values in enumerate(pieces.all()):
+        pieces.store(number, arith.mulf(values, by))
 
 
 def finish(o: cute.Tensor, state: RowState, c: Float32, sink: Float32 | None) -> list[Float32]:
