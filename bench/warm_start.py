@@ -68,8 +68,9 @@ def main(argv: list[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     start()
     report = Report("warm-start", device.facts(), arguments.out)
-    report.rows = [start() for _ in range(arguments.runs)]
-    report.save()
+    for _ in range(arguments.runs):
+        report.rows.append(start())
+        report.save()
     names = [name for name in report.rows[0] if name.endswith("_ms")]
     lines = []
     for name in names:
