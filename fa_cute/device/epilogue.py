@@ -82,15 +82,30 @@ def store_rows(
         for block in cutlass.range_constexpr(pairs // QUAD):
             words = [packed[r, block * QUAD + j] for j in range(QUAD)]
             vectors.append(transpose_quad(words, lane))
-        position = row + 8 * r
-        if position < rows:
-            g_row = g_out[position, None]
-            for block in cutlass.range_constexpr(pairs // QUAD):
-                first, real = vectors_of(block, lane, cute.size(g_row), part, 8 * pairs)
-                if const_expr(real is True):
-                    _store_vector(vectors[block], g_row, first)
-                elif real:
-                    _store_vector(vectors[block], g_row, first)
+        _store_row(vectors, g_out, row + 8 * r, rows, part)
+
+
+@cute.jit
+def store_zeros(width: int, g_out: cute.Tensor, row: Int32, rows: Int32) -> None:
+    """Write zeros where ``store_rows`` writes an accumulator of ``width`` columns."""
+    zeros = [[Uint32(0)] * QUAD] * (width // BLOCK_COLUMNS)
+    for r in cutlass.range_constexpr(FRAGMENT_ROWS):
+        _store_row(zeros, g_out, row + 8 * r, rows, None)
+
+
+@cute.jit
+def _store_row(vectors: list, g_out: cute.Tensor, row: Int32, rows: Int32, part: tuple | None):
+    """Write this lane's vector of each 32-column block to ``row``, unless it is past the last."""
+    lane = cute.arch.lane_idx() % QUAD
+    if row < rows:
+        g_row = g_out[row, None]
+        for block in cutlass.range_constexpr(len(vectors)):
+            width = BLOCK_COLUMNS * len(vectors)
+            first, real = vectors_of(block, lane, cute.size(g_row), part, width)
+            if const_expr(real is True):
+                _store_vector(vectors[block], g_row, first)
+            elif real:
+                _store_vector(vectors[block], g_row, first)
 
 
 def _store_vector(words: list[Uint32], g_row: cute.Tensor, first: Int32) -> None:

@@ -168,6 +168,8 @@ class FwdSm90:
         self.fragment = mma_sm90.fragment(plan.config.tile_n)
         self.walk = Walk(plan, self.fragment)
         self.scratch_words = [score.scratch_words(graph, self.fragment) for graph in graphs]
+        # No call has queries without keys, so only bounds and lists can leave a tile none.
+        self.sees_some = not (plan.causal or any(plan.window) or self.walk.noted)
 
     @cute.jit
     def __call__(self, io: Io, extra: Extra, launch: Launch, stream):
@@ -339,14 +341,14 @@ class FwdSm90:
             row = place.block * self.config.tile_m + group * mma_sm90.ROWS
             sink = x.extra.sinks[place.head] if const_expr(self.plan.sinks) else None
             work = Work(place, group, thread, row + mma_sm90.row_of(thread), sink)
-            if count > 0:
-                rows = modifiers.enter(mods, (place.batch, place.head), row)
-                rings = self.attend(x, rings, buffers, (work, rows), walk)
+            entered = (mods, (place.batch, place.head), row)
+            if const_expr(self.sees_some):
+                rings = self.attend(x, rings, buffers, (work, modifiers.enter(*entered)), walk)
+            elif count > 0:
+                rings = self.attend(x, rings, buffers, (work, modifiers.enter(*entered)), walk)
             else:
-                o = cute.make_rmem_tensor(self.plan.width_v // 2, Float32)
-                o.fill(0.0)
                 log = -Float32.inf if const_expr(sink is None) else sink
-                self.store(x, work, o, [log] * mma_sm90.FRAGMENT_ROWS)
+                self.store(x, work, None, [log] * mma_sm90.FRAGMENT_ROWS)
             if const_expr(not self.walk.noted):
                 with rings.next.drain() as header:
                     tile = buffers.next[0, header.index]
@@ -543,12 +545,15 @@ class FwdSm90:
             o=cute.make_rmem_tensor(x.pv.partition_shape_C((c.tile_m, plan.width_v)), Float32),
         )
 
-    def store(self, x: Operands, work: Work, o: cute.Tensor, logs: list) -> None:
-        """Round O and write it with its LSE; rows past the last query are not written."""
+    def store(self, x: Operands, work: Work, o: cute.Tensor | None, logs: list) -> None:
+        """Round O (None: zeros) and write it with its LSE, but no row past the last query."""
         place, rows = work.place, x.rows
-        rounded = cute.make_rmem_tensor(o.layout, self.dtype)
-        mma_sm90.convert(o, rounded)
         g_out = x.out[place.batch, None, place.head, None]
-        epilogue.store_rows(rounded, g_out, work.row, rows)
+        if o is None:
+            epilogue.store_zeros(self.plan.width_v, g_out, work.row, rows)
+        else:
+            rounded = cute.make_rmem_tensor(o.layout, self.dtype)
+            mma_sm90.convert(o, rounded)
+            epilogue.store_rows(rounded, g_out, work.row, rows)
         if const_expr(x.lse is not None):
             epilogue.store_lse(logs, x.lse[place.batch, place.head, None], work.row, rows)
