@@ -4,18 +4,15 @@
         [--cutlass DIR] [--fa3-source DIR] [--cases plain,causal] [--cpp-cases plain,softcap]
 
 No GPU is needed. One process at a time; wall and CPU seconds, peak memory (resident, of the largest
-process); a row a repeat in the JSON, medians in the table. Rows:
+process); a row a repeat in the JSON, medians in the table. Repeats go round all sides, and each row
+is written as it comes: an interrupted run has what it measured, and prints it. What each way
+includes is ``INCLUDED``, which the table and the plot repeat. A backward is three kernels, one by
+one; two of them are the same for all masks and mods, and count in its first row only. ``first``
+less ``after`` is the same whatever the kernel, so it is measured for one case.
 
-* ``first``: the first compile of a fresh process: the compiler's import and its start are in it,
-  torch's import is not. ``after``: in a process that has compiled another kernel: tracing, IR
-  passes, libNVVM, ptxas, export and link. ``disk``: a fresh process finds the kernel on disk;
-  ``memory``: the same process asks again. A backward is three kernels, one by one; two of them are
-  the same for all masks and mods, and count in its first ``after`` and ``disk`` row only.
-* ``cutlass``: nvcc from nothing to an object file of ``hopper_fmha.cu``: one forward kernel, or
-  the three of one backward, from the headers of the PyPI package ``nvidia-cutlass`` 4.2.0.0
-  (``--cutlass``: its ``cutlass_library/source``, found by itself where it is installed).
-* ``fa3``: nvcc on one of FlashAttention-3's own instantiation files, of a checkout with CUTLASS in
-  ``csrc/cutlass``; with its optional features compiled out, and with all.
+C++ is ``hopper_fmha.cu`` beside this file, on the headers of the PyPI package ``nvidia-cutlass``
+4.2.0.0 (``--cutlass``: its ``cutlass_library/source``, found by itself where it is installed), and
+one of FlashAttention-3's own instantiation files, of a checkout with CUTLASS in ``csrc/cutlass``.
 
 What is missing (nvcc, the package, the checkout) is named, and the rest is measured.
 """
@@ -23,6 +20,7 @@ What is missing (nvcc, the package, the checkout) is named, and the rest is meas
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.metadata
 import importlib.util
 import json
@@ -50,6 +48,16 @@ FUSIONS = {
     "alibi": "LinearBias",
     "window": "Window",
     "softcap": "Softcap",
+}
+FIRST = "plain"
+INCLUDED = {
+    "ours first": "first compile of a process that has torch: the compiler's import, then as after",
+    "ours after": "tracing, IR passes, libNVVM, ptxas, export, link; not the process's first",
+    "ours disk": "found on disk by a fresh process; the first also loads the launch runtime",
+    "ours memory": "asked for again by the same process",
+    "cutlass nvcc": "nvcc, nothing to an object file: one forward kernel, or a backward's three",
+    "fa3 features off": "nvcc on FlashAttention-3's own file, its optional features compiled out",
+    "fa3 features on": "nvcc on FlashAttention-3's own file, with all features",
 }
 HERE = Path(__file__).resolve().parent
 FLAGS = ("-std=c++17", "-O3", "-DNDEBUG", "--use_fast_math", "--expt-relaxed-constexpr")
@@ -149,7 +157,8 @@ def after(cases: list[str], target: str) -> None:
         for direction, plans in directions.items():
             spent.clear()
             row = _timed(lambda plans=plans: _compile_all(plans))
-            print(json.dumps({"case": case, "direction": direction, **row, "phases": spent.read()}))
+            way = {"case": case, "direction": direction, "what": "after"}
+            print(json.dumps({**way, **row, "phases": spent.read()}))
 
 
 def stored(cases: list[str], target: str) -> None:
@@ -158,7 +167,7 @@ def stored(cases: list[str], target: str) -> None:
         for direction, plans in _plans(case, target).items():
             for source in ("disk", "memory"):
                 row = _timed(lambda plans=plans: _compile_all(plans))
-                print(json.dumps({"case": case, "direction": direction, "source": source, **row}))
+                print(json.dumps({"case": case, "direction": direction, "what": source, **row}))
 
 
 class _Phases:
@@ -200,32 +209,23 @@ class _Phases:
 # --- the rows
 
 
-def _ours(cases: list[str], repeats: int) -> Iterator[dict[str, Any]]:
+def _ours(cases: list[str]) -> Iterator[dict[str, Any]]:
     for target in TARGETS:
         found = {case: _plans(case, target) for case in cases}
         if not all(found.values()):
             print(f"ours, {target}: no kernel for it yet")
             continue
-        for repeat in range(repeats):
-            yield from _ours_once(found, target, repeat)
-
-
-def _ours_once(found: dict[str, dict], target: str, repeat: int) -> Iterator[dict[str, Any]]:
-    common = {"who": "ours", "target": target, "repeat": repeat}
-    for case, directions in found.items():
-        for direction in directions:
+        common = {"who": "ours", "target": target}
+        for direction in found.get(FIRST, ()):
             with tempfile.TemporaryDirectory() as folder:
-                out, usage = _child("first", target, [case, direction], Path(folder))
-            row = json.loads(out) | {"peak_gib": usage.peak_gib}
-            yield common | {"case": case, "direction": direction, "what": "first"} | row
-    with tempfile.TemporaryDirectory() as folder:
-        out, usage = _child("after", target, list(found), Path(folder))
-        for line in out.splitlines():
-            yield common | {"what": "after", "peak_gib": usage.peak_gib} | json.loads(line)
-        out, usage = _child("stored", target, list(found), Path(folder))
-        for line in out.splitlines():
-            row = json.loads(line)
-            yield common | {"what": row.pop("source"), "peak_gib": usage.peak_gib} | row
+                out, usage = _child("first", target, [FIRST, direction], Path(folder))
+            row = {"case": FIRST, "direction": direction, "what": "first"} | json.loads(out)
+            yield common | {"peak_gib": usage.peak_gib} | row
+        with tempfile.TemporaryDirectory() as folder:
+            for child in ("after", "stored"):
+                out, usage = _child(child, target, cases, Path(folder))
+                for line in out.splitlines():
+                    yield common | {"peak_gib": usage.peak_gib} | json.loads(line)
 
 
 def _child(what: str, target: str, words: list[str], folder: Path) -> tuple[str, Usage]:
@@ -233,28 +233,25 @@ def _child(what: str, target: str, words: list[str], folder: Path) -> tuple[str,
     return run(command, folder)
 
 
-def _cutlass(nvcc: str, source: Path, cases: list[str], repeats: int) -> Iterator[dict[str, Any]]:
+def _cutlass(nvcc: str, source: Path, cases: list[str]) -> Iterator[dict[str, Any]]:
     example = source / "examples" / "88_hopper_fmha"
     includes = [source / "include", source / "tools" / "util" / "include", example]
     jobs = [(case, "forward") for case in cases]
     jobs += [(case, "backward") for case in cases if case in ("plain", "causal")]
     for case, direction in jobs:
         defines = [f"-DFUSION={FUSIONS[case]}", f"-DBACKWARD={int(direction == 'backward')}"]
-        for repeat in range(repeats):
-            usage = _nvcc(nvcc, HERE / "hopper_fmha.cu", includes, defines)
-            row = {"who": "cutlass", "case": case, "direction": direction, "target": "sm_90a"}
-            yield row | {"what": "nvcc", "repeat": repeat} | usage
+        row = {"who": "cutlass", "case": case, "direction": direction, "target": "sm_90a"}
+        usage = _nvcc(nvcc, HERE / "hopper_fmha.cu", includes, defines)
+        yield row | {"what": "nvcc"} | usage
 
 
-def _fa3(nvcc: str, source: Path, repeats: int) -> Iterator[dict[str, Any]]:
+def _fa3(nvcc: str, source: Path) -> Iterator[dict[str, Any]]:
     includes = [source / "hopper", source / "csrc" / "cutlass" / "include"]
     off = [f"-DFLASHATTENTION_DISABLE_{name}" for name in FA3_FEATURES]
     for direction, file in FA3_FILES.items():
         for what, defines in (("features off", off), ("features on", [])):
-            for repeat in range(repeats):
-                usage = _nvcc(nvcc, source / file, includes, defines)
-                row = {"who": "fa3", "case": "plain", "direction": direction, "target": "sm_90a"}
-                yield row | {"what": what, "repeat": repeat} | usage
+            row = {"who": "fa3", "case": "plain", "direction": direction, "target": "sm_90a"}
+            yield row | {"what": what} | _nvcc(nvcc, source / file, includes, defines)
 
 
 def _nvcc(
@@ -328,7 +325,10 @@ def summary(rows: list[dict[str, Any]]) -> str:
         medians = [statistics.median(row[name] for row in found) for name in Usage._fields]
         cells = [f"{medians[0]:.3f}", f"{medians[1]:.3f}", f"{medians[2]:.1f}", str(len(found))]
         lines.append([" ".join(key), *cells])
-    return table(["target, direction, case, who, what", "wall s", "CPU s", "GiB", "runs"], lines)
+    text = table(["target, direction, case, who, what", "wall s", "CPU s", "GiB", "runs"], lines)
+    ways = {f"{row['who']} {row['what']}" for row in rows}
+    included = [f"{way}: {words}" for way, words in INCLUDED.items() if way in ways]
+    return "\n".join([text, "", *included])
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -343,9 +343,9 @@ def main(argv: list[str] | None = None) -> int:
     wanted, source = options.only.split(","), options.cutlass or _found_cutlass()
     report = Report("compile-time", _facts(nvcc, source), options.out)
     cases, cpp = options.cases.split(","), (options.cpp_cases or options.cases).split(",")
-    jobs: list[Iterator[dict[str, Any]]] = []
+    sides: list[Callable[[], Iterator[dict[str, Any]]]] = []
     if "ours" in wanted:
-        jobs.append(_ours(cases, options.repeats))
+        sides.append(lambda: _ours(cases))
     if nvcc is None:
         print("C++ is not measured: nvcc is not on the PATH (--nvcc names one)")
     elif "cutlass" in wanted and source is None:
@@ -353,16 +353,17 @@ def main(argv: list[str] | None = None) -> int:
             "CUTLASS is not measured: pip install --no-deps nvidia-cutlass==4.2.0.0, or --cutlass"
         )
     elif "cutlass" in wanted:
-        jobs.append(_cutlass(nvcc, source, cpp, options.cpp_repeats or options.repeats))
+        sides.append(lambda: _cutlass(nvcc, source, cpp))
     if nvcc is not None and "fa3" in wanted and options.fa3_source is None:
         print("FlashAttention-3 is not measured: --fa3-source names a checkout")
     elif nvcc is not None and "fa3" in wanted:
-        jobs.append(_fa3(nvcc, options.fa3_source, options.cpp_repeats or options.repeats))
-    for job in jobs:
-        for row in job:
-            report.rows.append(row)
-            report.save()
-            print(".", end="", file=sys.stderr, flush=True)
+        sides.append(lambda: _fa3(nvcc, options.fa3_source))
+    with contextlib.suppress(KeyboardInterrupt):
+        for repeat in range(options.repeats):
+            for row in (row for side in sides for row in side()):
+                report.rows.append(row | {"repeat": repeat})
+                report.save()
+                print(".", end="", file=sys.stderr, flush=True)
     print(file=sys.stderr)
     print(summary(report.rows))
     return 0
@@ -371,7 +372,6 @@ def main(argv: list[str] | None = None) -> int:
 def _options(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="bench.compile_time", description=__doc__.split("\n")[0])
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--cpp-repeats", type=int, help="of nvcc; as --repeats by default")
     parser.add_argument("--cases", default=",".join(CASES))
     parser.add_argument("--cpp-cases", help="of nvcc; as --cases by default")
     parser.add_argument("--only", default="ours,cutlass,fa3")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -149,9 +150,31 @@ def _compile_times(tmp_path: Path) -> Report:
 
 def test_compile_times_are_medians_by_way(tmp_path: Path) -> None:
     report = _compile_times(tmp_path)
-    after, disk = compile_time.summary(report.rows).splitlines()[2:]
+    after, disk, _, *included = compile_time.summary(report.rows).splitlines()[2:]
     assert after.split() == "sm_90a forward plain ours after 2.000 4.000 0.5 3".split()
     assert disk.split()[-4:] == ["0.002", "0.001", "0.2", "1"]
+    assert [line.partition(":")[0] for line in included] == ["ours after", "ours disk"]
+
+
+def test_compile_times_are_of_the_kernels_that_exist() -> None:
+    assert set(compile_time._plans("alibi", "sm_90a")) == {"forward", "backward"}
+    assert set(compile_time._plans("window", "sm_100a")) == {"forward"}
+
+
+def test_an_interrupted_run_prints_what_it_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    way = {"who": "ours", "target": "sm_90a", "case": "plain", "direction": "forward"}
+
+    def ours(cases: list[str]) -> Iterator[dict]:
+        yield way | {"what": "after", "wall": 1.5, "cpu": 2.5, "peak_gib": 0.5}
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(compile_time, "_ours", ours)
+    out = tmp_path / "compile.json"
+    assert compile_time.main(["--only", "ours", "--out", str(out)]) == 0
+    assert "sm_90a forward plain ours after" in capsys.readouterr().out
+    assert len(json.loads(out.read_text())["rows"]) == 1
 
 
 def test_compile_times_are_drawn(tmp_path: Path) -> None:
