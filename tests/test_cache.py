@@ -78,6 +78,7 @@ def test_every_part_is_in_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
         "sinks": True,
         "deterministic": True,
         "target": "sm_100a",
+        "visits": "ranges",
         "config": FwdConfig(128, 128, 3, 1, 24, 240),
     }
     keys = {compiling.key_of(compiling.key_parts(PLAN))}
@@ -98,6 +99,13 @@ def test_every_part_is_in_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_parts_are_words_that_every_machine_shares() -> None:
     for name, value in compiling.key_parts(PLAN).items():
         assert " at 0x" not in value and os.sep not in value.replace("://", ""), name
+
+
+def test_the_driver_the_device_and_the_interpreter_are_in_no_key() -> None:
+    """A kernel is shared by hosts that differ in them: nothing but this is in the key."""
+    host = {"abi", "compiler", "cuda", "host", "sources"}
+    plan = {field.name for field in dataclasses.fields(PLAN)}
+    assert set(compiling.key_parts(PLAN)) == host | plan
 
 
 def _compile_in_child(plan: Plan, answers: multiprocessing.SimpleQueue) -> None:

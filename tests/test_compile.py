@@ -6,10 +6,12 @@ One module-wide cache holds the few kernels that these tests compile.
 from __future__ import annotations
 
 import functools
+import gc
 import json
 import os
 import subprocess
 import sys
+import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -147,12 +149,33 @@ def test_precompile_from_a_file_and_bundle(
     keys = {kernel["key"] for kernel in packed}
     assert keys == set(wanted)
     assert read_manifest(out)["needs"] == compiling.host_parts()
+    with zipfile.ZipFile(out) as archive:
+        assert set(archive.namelist()) == {"manifest.json", *(f"{key}.so" for key in keys)}
     elsewhere = {"FA_CUTE_CACHE_DIR": str(tmp_path / "empty")}
     key, source, _, _, compiler = _fresh_process(f"fa_cute.load_bundle({str(out)!r})", **elsewhere)
     assert key in keys and source == "disk" and not compiler
     monkeypatch.setattr(compiling.target, "host_arch", lambda: "riscv64")
     with pytest.raises(ValueError, match=r"does not fit this host: host x86_64 \(here riscv64\)"):
         load_bundle(out)
+
+
+@pytest.mark.parametrize("on", [True, False])
+def test_garbage_is_collected_after_a_compile_as_before(on: bool) -> None:
+    was_on = gc.isenabled()
+    try:
+        (gc.enable if on else gc.disable)()
+        with compiling._uncollected():
+            assert not gc.isenabled()
+        assert gc.isenabled() == on
+    finally:
+        (gc.enable if was_on else gc.disable)()
+
+
+def test_every_kernel_that_is_listed_can_be_named() -> None:
+    """The table of kernels names modules and classes as text; a compile imports one of them."""
+    for module, name in set(compiling.KERNELS.values()):
+        source = Path(compiling.__file__).parent.parent / "kernels" / f"{module}.py"
+        assert f"\nclass {name}:" in source.read_text()
 
 
 def _key(**arguments: Any) -> str:
