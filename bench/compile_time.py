@@ -341,7 +341,8 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     nvcc = options.nvcc or shutil.which("nvcc")
     wanted, source = options.only.split(","), options.cutlass or _found_cutlass()
-    report = Report("compile-time", _facts(nvcc, source), options.out)
+    facts = _facts(nvcc, source) | {"included": INCLUDED}
+    report = Report("compile-time", facts, options.out)
     cases, cpp = options.cases.split(","), (options.cpp_cases or options.cases).split(",")
     sides: list[Callable[[], Iterator[dict[str, Any]]]] = []
     if "ours" in wanted:

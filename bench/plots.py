@@ -162,7 +162,7 @@ def _compile_time(result: dict[str, Any]) -> list[tuple[str, Any]]:
     axes.grid(axis="x", alpha=0.3)
     axes.set_title(f"{result['cpu']}, {result['date'][:10]}, {result['commit']}", fontsize=9)
     named = {f"{who} {what}" for _, _, _, who, what in ways}
-    lines = [f"{way}: {words}" for way, words in INCLUDED.items() if way in named]
+    lines = [f"{way}: {words}" for way, words in result["included"].items() if way in named]
     axes.text(
         0,
         -0.6 / figure.get_figheight(),

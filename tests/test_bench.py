@@ -139,7 +139,8 @@ def test_inputs_have_outliers() -> None:
 
 
 def _compile_times(tmp_path: Path) -> Report:
-    report = Report("compile-time", {"cpu": "a CPU", "commit": "c"}, tmp_path / "compile.json")
+    facts = {"cpu": "a CPU", "commit": "c", "included": compile_time.INCLUDED}
+    report = Report("compile-time", facts, tmp_path / "compile.json")
     way = {"who": "ours", "target": "sm_90a", "case": "plain", "direction": "forward"}
     for wall in (3.0, 1.0, 2.0):
         report.rows.append(way | {"what": "after", "wall": wall, "cpu": 2 * wall, "peak_gib": 0.5})

@@ -475,9 +475,9 @@ def _ptxas(remarks: str) -> tuple[int, int]:
 
 
 def _launching_code(module: Any) -> str:
-    """The functions of a compiled module as text, without the machine code beside them."""
-    functions = (op for op in module.body.operations if op.operation.name == "llvm.func")
-    return "\n".join(map(str, functions))
+    """The functions that launch a kernel, as text: without its machine code, and the call's ABI."""
+    named = ((op, op.attributes) for op in module.body.operations if op.name == "llvm.func")
+    return "\n".join(str(op) for op, a in named if not a["sym_name"].value.startswith("__tvm_ffi"))
 
 
 def _shared_memory(module: str) -> int:
