@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.autograd.function import FunctionCtx
 
 from fa_cute.host import backward as host
 from fa_cute.mods.derivative import differentiable, differentiate
@@ -98,41 +98,67 @@ class _Attention(torch.autograd.Function):
         return out, lse
 
     @staticmethod
-    @once_differentiable
     def backward(
         ctx: FunctionCtx, dout: torch.Tensor | None, dlse: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, ...]:
-        if dout is None and dlse is None:
-            return (None,) * len(ctx.needs_input_grad)
-        call, needs = ctx.call, ctx.needs_input_grad
-        q, k, v, out, lse, sinks, *captured = ctx.saved_tensors
-        dout = torch.zeros_like(out) if dout is None else dout
-        sums = _zeros(call.plans, captured)
-        targets = tuple(x[..., 0] if x.dtype == torch.int64 else x for x in sums.values())
-        extra = Extra(
-            tuple(captured) or None,
-            call.scalars,
-            gradients=targets or None,
-            block_lists=call.block_lists(),
+        with torch.no_grad():
+            given = _gradients(ctx, dout, dlse)
+        # torch's once_differentiable refuses only where dout requires a gradient: not for a sum.
+        if not torch.is_grad_enabled():
+            return given
+        return _Last.apply(*(x if x is None else x.detach().requires_grad_() for x in given))
+
+
+class _Last(torch.autograd.Function):
+    """Gradients that are used to build more graph (``create_graph``): they have none."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, *given: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        return tuple(x if x is None else x.view_as(x) for x in given)
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, *_: torch.Tensor | None) -> None:
+        raise RuntimeError(
+            "fa_cute.attention cannot be differentiated twice: leave create_graph=True out, or "
+            "detach its gradients"
         )
-        found = host.backward(
-            call.problem,
-            call.plans,
-            host.Saved(q if call.sign == 1 else q * call.sign, k, v, out, lse),
-            (dout, dlse),
-            extra,
-            call.launch,
-            needs=host.Needs(needs[1], needs[2], needs[3], bool(sums)),
-        )
-        dq = found.dq
-        if dq is not None and call.sign != 1:
-            dq = dq * call.sign
-        given = [None] * len(captured)
-        for slot, total in sums.items():
-            total = fixed_total(total) if total.dtype == torch.int64 else total
-            given[slot] = total.to(captured[slot].dtype)
-        d_sinks = _of_sinks(sinks, lse, found.delta) if needs[4] else None
-        return (None, dq, found.dk, found.dv, d_sinks, *given)
+
+
+def _gradients(
+    ctx: FunctionCtx, dout: torch.Tensor | None, dlse: torch.Tensor | None
+) -> tuple[torch.Tensor | None, ...]:
+    """What ``_Attention.backward`` gives to each of the inputs."""
+    if dout is None and dlse is None:
+        return (None,) * len(ctx.needs_input_grad)
+    call, needs = ctx.call, ctx.needs_input_grad
+    q, k, v, out, lse, sinks, *captured = ctx.saved_tensors
+    dout = torch.zeros_like(out) if dout is None else dout
+    sums = _zeros(call.plans, captured)
+    targets = tuple(x[..., 0] if x.dtype == torch.int64 else x for x in sums.values())
+    extra = Extra(
+        tuple(captured) or None,
+        call.scalars,
+        gradients=targets or None,
+        block_lists=call.block_lists(),
+    )
+    found = host.backward(
+        call.problem,
+        call.plans,
+        host.Saved(q if call.sign == 1 else q * call.sign, k, v, out, lse),
+        (dout, dlse),
+        extra,
+        call.launch,
+        needs=host.Needs(needs[1], needs[2], needs[3], bool(sums)),
+    )
+    dq = found.dq
+    if dq is not None and call.sign != 1:
+        dq = dq * call.sign
+    given = [None] * len(captured)
+    for slot, total in sums.items():
+        total = fixed_total(total) if total.dtype == torch.int64 else total
+        given[slot] = total.to(captured[slot].dtype)
+    d_sinks = _of_sinks(sinks, lse, found.delta) if needs[4] else None
+    return (None, dq, found.dk, found.dv, d_sinks, *given)
 
 
 def _zeros(plans: host.Plans | None, captured: list[torch.Tensor]) -> dict[int, torch.Tensor]:

@@ -200,9 +200,10 @@ def test_a_loss_of_one_result(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_twice_differentiating_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     qkv = inputs()
     _, out, lse = called(monkeypatch, qkv)
-    (dq,) = torch.autograd.grad(loss(out, lse), qkv[0], create_graph=True)
-    with pytest.raises(RuntimeError, match="differentiate twice"):
-        dq.sum().backward()
+    for total in (loss(out, lse), out.sum()):  # of the sum dout requires no gradient
+        (dq,) = torch.autograd.grad(total, qkv[0], create_graph=True, retain_graph=True)
+        with pytest.raises(RuntimeError, match="differentiated twice"):
+            dq.sum().backward()
 
 
 def test_what_requires_no_gradient_gets_none() -> None:

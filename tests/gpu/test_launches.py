@@ -183,7 +183,7 @@ def test_gradients_that_are_refused() -> None:
     with pytest.raises(ValueError, match="out= has no gradient"):
         fa_cute.attention(*x, out=torch.empty_like(x.q))
     (dq,) = torch.autograd.grad(fa_cute.attention(*x).sum(), x.q, create_graph=True)
-    with pytest.raises(RuntimeError, match="differentiate twice"):
+    with pytest.raises(RuntimeError, match="differentiated twice"):
         dq.sum().backward()
     elsewhere = torch.tensor(3.0, requires_grad=True)
     with pytest.raises(ValueError, match="captured tensor 0 of score_mod,.* is on cpu"):
