@@ -90,7 +90,7 @@ def attention(
     """
     mods = NO_MODS
     if score_mod is not None or mask_mod is not None:
-        mods = Mods.of(score_mod, as_mask_mod(mask_mod, q, k))
+        mods = Mods.of(score_mod, as_mask_mod(mask_mod, q, k, v))
     options = Options(causal, window, scale, return_lse, deterministic)
     if isinstance(q, torch.Tensor) and q.is_cuda:
         if torch.is_autocast_enabled("cuda"):

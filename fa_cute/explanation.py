@@ -18,7 +18,9 @@ from fa_cute.host.problem import Problem, described, layout_is_ready
 from fa_cute.host.target import current_target
 from fa_cute.mods.affine import ranges_of
 from fa_cute.mods.intervals import EMPTY
+from fa_cute.mods.shown import shown
 from fa_cute.mods.tiles import tiled_loads
+from fa_cute.mods.trace import Traced
 from fa_cute.plan import FwdConfig, FwdSm100Config, Plan, register_pool
 from fa_cute.spans import kv_spans
 from fa_cute.tilemap import text, write_png
@@ -51,7 +53,7 @@ def explain(
     explains the kernel for another device than q's; without it, CPU tensors are explained as the
     CPU path that runs them. ``plot``: a PNG file to draw the tile map of the mask to.
     """
-    mask_mod = as_mask_mod(mask_mod, q, k)
+    mask_mod = as_mask_mod(mask_mod, q, k, v)
     mods = Mods.of(score_mod, mask_mod)
     problem = Problem.of(
         q,
@@ -78,15 +80,20 @@ def explain(
         lines += [*_plan_lines(plan), *_bias_lines(mods, plan)]
         lines += _copy_lines(q, k, v)
         tile = (plan.config.tile_m, plan.config.tile_n)
-    if mask_mod is not None and tile is not None and not problem.empty:
+    mask = _hidden(mods.score_mod) if mask_mod is None and mods.score_mod else mask_mod
+    if mask is not None and tile is not None and not problem.empty:
         sizes = (problem.batch, problem.heads_q, problem.seqlen_q, problem.seqlen_k)
-        blocks = plan_mask(mask_mod, *sizes, device=problem.device, tile=tile)
+        blocks = plan_mask(mask, *sizes, device=problem.device, tile=tile)
         lines += _work_lines(problem, tile, blocks.kinds(), plan)
         lines += _map_lines(blocks, plan, plot)
+        if mask_mod is None:
+            lines.append("mask: it is what the score_mod does not make minus infinity")
     elif plot is None and tile is not None and not problem.empty:
         lines += _work_lines(problem, tile, None, plan)
     elif plot is not None:
-        raise ValueError(f"there is no mask to draw to {plot}: give a mask_mod")
+        raise ValueError(
+            f"there is no mask to draw to {plot}: give a mask_mod, or a score_mod that hides"
+        )
     for name, traced in mods.present():
         lines += [f"{name}: graph {traced.graph.key[:16]}", *_indented(traced.graph.describe())]
         for at, tensor in enumerate(traced.captured):
@@ -95,6 +102,12 @@ def explain(
         for at, number in enumerate(traced.scalars):
             lines.append(f"    scalars[{at}] is {number}, passed by value")
     return "\n".join(lines)
+
+
+def _hidden(score_mod: Traced) -> Traced | None:
+    """What the score_mod hides, as a mask."""
+    graph = shown(score_mod.graph)
+    return None if graph is None else score_mod._replace(graph=graph)
 
 
 def _problem_lines(problem: Problem) -> Iterator[str]:

@@ -169,9 +169,14 @@ def test_causal_compares_once_a_diagonal(counts: Callable) -> None:
 
 @pytest.mark.compile
 def test_loads_happen_at_their_level(counts: Callable) -> None:
-    loads = {"tile": 1, "row": 2, "column": TILE_N // 4, "diagonal": 2, "element": PER_THREAD}
+    """A column's by one thread of the warpgroup, which leaves it in shared memory."""
+    loads = {"tile": 1, "row": 2, "column": 1, "diagonal": 2, "element": PER_THREAD}
     for name, times in loads.items():
-        assert counts(_named(f"float32 {name}"))["ld.global.nc.b32"] == times, name
+        found = counts(_named(f"float32 {name}"))
+        assert found["ld.global.nc.b32"] == times, name
+        assert found["bar.sync"] == (2 if name in ("column", "diagonal") else 0), name
+        if name == "column":
+            assert sum(n for op, n in found.items() if op.startswith("ld.shared")) <= TILE_N // 4
 
 
 @pytest.mark.compile

@@ -14,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 import fa_cute
 from fa_cute import cli, cpu, tilemap, variants
+from fa_cute.host import given_mask
 from fa_cute.host.blocks import BlockLists
 from fa_cute.mods import ModError, all_of, any_of, negate, trace_mask_mod
 from fa_cute.mods.emit_torch import emit
@@ -251,6 +252,34 @@ def test_flex_attentions_block_mask(inner: Callable | None) -> None:
     assert torch.equal(blocks.kinds(), truth(blocks, (1, 1, 256, 256), (32, 64)))
 
 
+@pytest.mark.parametrize("block", [128, 64, (96, 160)], ids=str)
+def test_a_block_mask_becomes_lists_without_waiting(block: int | tuple[int, int]) -> None:
+    """Of the kernels' tiles: what plan_mask, which waits, proves of the blocks, by brute force."""
+    flex = pytest.importorskip("torch.nn.attention.flex_attention")
+    mask = lambda b, h, q, kv: (q + 40 * h >= kv) & (q // 300 == kv // 300)  # noqa: E731
+    given = flex.create_block_mask(mask, None, 2, 500, 700, device="cpu", BLOCK_SIZE=block)
+    q, k, v = make((3, 500, 700, 2, 1), 128)
+    with Asked() as asked:
+        blocks = given_mask.as_mask_mod(given, q, k, v)
+    assert asked.times == 0 and given_mask.as_mask_mod(given, q, k, v) is blocks
+    rows, columns = (block, block) if isinstance(block, int) else block
+    table = given_mask.table_of(given)
+    for tile, lists in ((blocks.tile, blocks.by_query), (blocks.key_tile, blocks.by_key)):
+        elements = table.repeat_interleave(rows, 2).repeat_interleave(columns, 3)[0, :, :500, :700]
+        right = [
+            [
+                [2 * at + bool((part == FULL).all()) for at, part in enumerate(parts) if part.any()]
+                for parts in (
+                    (row.split(tile[1], 1) for row in head.split(tile[0]))
+                    if lists is blocks.by_query
+                    else (column.split(tile[0]) for column in head.split(tile[1], 1))
+                )
+            ]
+            for head in elements
+        ]
+        assert as_lists(lists) == [found[::-1] for head in right for found in head]
+
+
 def test_a_block_mask_is_for_its_lengths() -> None:
     q, k, v = make((2, 200, 256, 2, 2))
     with pytest.raises(ValueError, match="BlockMask was made for a number of queries of 256"):
@@ -303,8 +332,11 @@ def test_explain_shows_the_tile_map(tmp_path: Path) -> None:
     assert len(zlib.decompress(data[begin : begin + length])) == 384 * (1 + 3 * 512)
     q, k, v = make((1, 500, 700, 1, 1))
     assert "evaluating every element" in fa_cute.explain(q, k, v, mask_mod=MASKS["dense"])
+    half, options = [x.half() for x in (q, k, v)], {"target": "sm_90a", "plot": file}
+    hiding = fa_cute.explain(*half, score_mod=SCORE_MODS["hidden"], **options)
+    assert "not make minus infinity" in hiding and "from its ranges which tiles" in hiding
     with pytest.raises(ValueError, match="there is no mask to draw"):
-        fa_cute.explain(q, k, v, plot=file)
+        fa_cute.explain(q, k, v, score_mod=SCORE_MODS["bias"], plot=file)
 
 
 def test_the_command_draws_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -56,7 +56,10 @@ _NUMERIC = {"float32": Float32, "int32": Int32, "bool": Boolean}
 
 
 class Scratch(NamedTuple):
-    """A warpgroup's shared memory for diagonals (a pointer to words) and its named barrier's id."""
+    """A warpgroup's shared memory (a pointer to words) and its named barrier's id.
+
+    For dear diagonals, and for what columns load.
+    """
 
     pointer: Any
     barrier: Any
@@ -71,11 +74,17 @@ def _span(fragment: Fragment) -> int:
     return -(-(fragment.height + fragment.width - 1) // THREADS) * THREADS
 
 
+def _width(fragment: Fragment) -> int:
+    """The columns of a block, rounded up likewise."""
+    return -(-fragment.width // THREADS) * THREADS
+
+
 def scratch_words(graph: Graph | None, fragment: Fragment) -> int:
-    """32-bit words of shared memory that a warpgroup needs for ``graph``; 0: no dear diagonal."""
+    """32-bit words of shared memory that a warpgroup needs for ``graph``; often 0."""
     if graph is None:
         return 0
-    return len(schedule(graph, fragment.transposed).diagonal) * _span(fragment)
+    program = schedule(graph, fragment.transposed)
+    return len(program.diagonal) * _span(fragment) + len(program.column) * _width(fragment)
 
 
 class Given(NamedTuple):
@@ -174,13 +183,13 @@ class Rows:
         """Enter the block of keys (transposed: queries) ``[first, first + width)``.
 
         ``tiles``: loads that are at hand, by node: how to read some columns of the fragment.
-        With dear diagonals this synchronises the 128 threads of the warpgroup, twice.
+        What goes through shared memory is put there: see ``_fill``.
         """
-        first, mod = Int32(first), self.tile.mod
-        if mod.schedule.diagonal:
+        first = Int32(first)
+        if self.tile.mod.scratch is not None:
             self._fill(first)
-        scope = self.columns(first, range(mod.fragment.columns))
-        return Block(self, scope.entered(mod.schedule.column, "column"), first, tiles or {})
+        scope = self.columns(first, range(self.tile.mod.fragment.columns))
+        return Block(self, scope, first, tiles or {})
 
     def columns(self, first: Int32, columns: range) -> Scope:
         """The scope of some of the thread's columns of a block."""
@@ -209,17 +218,32 @@ class Rows:
         return replace(scope, columns=columns, collapsed=True)
 
     def _fill(self, first: Int32) -> None:
-        """Compute the dear diagonals into shared memory: word p has the p-th from the lowest."""
-        mod, wanted = self.tile.mod, self.tile.mod.schedule.diagonal
-        offsets = tuple(range(0, _span(mod.fragment), THREADS))
+        """Compute what goes through shared memory for the block from ``first`` on.
+
+        Of the dear diagonals word p has the p-th from the lowest, of what columns load word c that
+        of column c: a thread loads one column, not its 32. This synchronises the 128 threads of the
+        warpgroup, twice.
+        """
+        mod = self.tile.mod
         ahead = first - self.first if mod.fragment.transposed else self.first - first
-        scope = self._collapsed(ahead + mod.fragment.lowest_diagonal + mod.thread, offsets)
-        values = scope.evaluate(wanted)
+        lowest = ahead + mod.fragment.lowest_diagonal + mod.thread
+        by_diagonal = tuple(range(0, _span(mod.fragment), THREADS))
+        by_column = tuple(range(0, _width(mod.fragment), THREADS))
+        index = Ramp("column", first + mod.thread, by_column)
+        columns = self.scope.below(**{mod.fragment.column_index: index})
+        parts = (
+            ("diagonal", by_diagonal, self._collapsed(lowest, by_diagonal)),
+            ("column", by_column, replace(columns, columns=len(by_column))),
+        )
+        found = []
+        for level, offsets, scope in parts:
+            wanted = getattr(mod.schedule, level)
+            values = scope.evaluate(wanted)
+            found += [(at, offsets, scope.spread(values[at], level)[0]) for at in wanted]
         self._synchronise()  # another warp may still read the block before
-        for slot, at in enumerate(wanted):
-            target = self._words(slot, mod.thread)
-            found = emit.to_word(scope.spread(values[at], "diagonal")[0])
-            for offset, word in zip(offsets, emit.lanes_in(found), strict=True):
+        for at, offsets, value in found:
+            target = self._words(at, mod.thread)
+            for offset, word in zip(offsets, emit.lanes_in(emit.to_word(value)), strict=True):
                 target[offset] = Int32(word)
         self._synchronise()
 
@@ -230,15 +254,30 @@ class Rows:
             return scope.evaluate([at], component)[at]
         own = fragment.first_row(mod.thread) - fragment.first_column(mod.thread)
         own = -own if fragment.transposed else own
-        source = self._words(mod.schedule.diagonal.index(at), own)
-        words = [source[offset - fragment.lowest_diagonal].ir_value() for offset in offsets]
-        kind = mod.schedule.lowered.graph.nodes[at].type
-        return Value("diagonal", (emit.from_word(emit.gathered(words, len(words)), kind),))
+        offsets = tuple(offset - fragment.lowest_diagonal for offset in offsets)
+        return self._read(at, "diagonal", own, offsets)
 
-    def _words(self, slot: int, first: Int32) -> cute.Tensor:
-        mod = self.tile.mod
-        words = _span(mod.fragment)
-        pointer = cute.recast_ptr(mod.scratch.pointer, dtype=Int32) + (slot * words + first)
+    def loaded(self, at: int, columns: range) -> Value:
+        """What the thread's ``columns`` loaded, from shared memory."""
+        fragment = self.tile.mod.fragment
+        offsets = tuple(map(fragment.column, columns))
+        return self._read(at, "column", fragment.first_column(self.tile.mod.thread), offsets)
+
+    def _read(self, at: int, level: str, own: Int32, offsets: tuple[int, ...]) -> Value:
+        source = self._words(at, Int32(own))
+        words = [source[offset].ir_value() for offset in offsets]
+        kind = self.tile.mod.schedule.lowered.graph.nodes[at].type
+        return Value(level, (emit.from_word(emit.gathered(words, len(words)), kind),))
+
+    def _words(self, at: int, first: Int32) -> cute.Tensor:
+        """The words of node ``at`` from the one of ``first`` on: diagonals', then columns'."""
+        mod, program = self.tile.mod, self.tile.mod.schedule
+        if at in program.diagonal:
+            words, slot = _span(mod.fragment), program.diagonal.index(at) * _span(mod.fragment)
+        else:
+            words, slot = _width(mod.fragment), program.column.index(at) * _width(mod.fragment)
+            slot += len(program.diagonal) * _span(mod.fragment)
+        pointer = cute.recast_ptr(mod.scratch.pointer, dtype=Int32) + (slot + first)
         return cute.make_tensor(pointer, cute.make_layout(words))
 
     def _synchronise(self) -> None:
@@ -318,14 +357,10 @@ class Block:
         return [range(at, min(at + CHUNK, columns)) for at in range(0, columns, CHUNK)]
 
     def part(self, columns: range) -> Scope:
-        """The scope of some of the columns, with what is known of them."""
+        """The scope of some of the columns, with what they loaded."""
         scope = self.rows.columns(self.first, columns)
-        loaded = {
-            at: Value(
-                "column", (emit.part(*self.scope.known[at].parts, columns.start, len(columns)),)
-            )
-            for at in self.rows.tile.mod.schedule.column
-        }
+        program = self.rows.tile.mod.schedule
+        loaded = {at: self.rows.loaded(at, columns) for at in program.column}
         tiles = {at: read(columns) for at, read in self.tiles.items()}
         return replace(scope, known={**scope.known, **loaded, **tiles})
 

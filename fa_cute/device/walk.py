@@ -17,6 +17,7 @@ from fa_cute.device.scheduler import Place, Tiles, section_of
 from fa_cute.device.visits import ListVisits, RangeVisits, SpanVisits, inputs_of
 from fa_cute.mods.affine import input_graphs, ranges_of
 from fa_cute.mods.ranges import shrinking
+from fa_cute.mods.shown import visible_graph
 from fa_cute.mods.tiles import shared_by
 from fa_cute.plan import Extra, Io, Plan
 from fa_cute.spans import Arithmetic, Bounds, KvSpans, kv_spans
@@ -48,7 +49,8 @@ class Walk:
         shared = shared_by(plan.score_mod, plan.bias) if plan.bias is not None else ()
         self.longest_first = plan.causal or any(plan.window) or self.noted or "h" in shared
         self.batches_inside = "b" in shared and "h" not in shared and plan.gqa_ratio == 1
-        self.first_longest = plan.visits == "ranges" and shrinking(ranges_of(plan.mask_mod))
+        self.mask = visible_graph(plan.score_mod, plan.mask_mod)
+        self.first_longest = plan.visits == "ranges" and shrinking(ranges_of(self.mask))
         self.group, self.ratio = (plan.gqa_ratio, 1) if plan.config.packed else (1, plan.gqa_ratio)
 
     @property
@@ -109,11 +111,12 @@ class Walk:
         if plan.visits == "ranges":
             extra = x.extra or Extra()
             graphs = (plan.score_mod, plan.mask_mod)
-            _, given = score.deal(graphs, extra.captured, extra.scalars)
+            of_score, of_mask = score.deal(graphs, extra.captured, extra.scalars)
+            given = of_score if plan.mask_mod is None else of_mask
             head = place.batch, place.head
-            inputs = inputs_of(input_graphs(plan.mask_mod), given, self.fragment, head)
+            inputs = inputs_of(input_graphs(self.mask), given, self.fragment, head)
             tile = place.block * c.tile_m, (place.block + 1) * c.tile_m
             lengths = x.bounds.seqlen_q, x.bounds.seqlen_k
-            ranges = ranges_of(plan.mask_mod)
+            ranges = ranges_of(self.mask)
             return RangeVisits.of(ranges, inputs, (tile, lengths), c.tile_n, within)
         return SpanVisits(spans.last, spans.end - spans.begin)

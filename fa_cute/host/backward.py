@@ -144,7 +144,8 @@ def _visits(
     """Where the main kernel's blocks of queries come from; turns are of bounds alone."""
     if deterministic:
         return "bounds"
-    return visits_of(forward.mask_mod, listed=listed == (config.tile_q, config.tile_kv))
+    listed = listed == (config.tile_q, config.tile_kv)
+    return visits_of(forward.score_mod, forward.mask_mod, listed=listed)
 
 
 def backward(

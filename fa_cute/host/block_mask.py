@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_LISTED, _WHOLE = 1, 2
+from fa_cute.mods.intervals import FULL, PARTIAL
+
 _converted: weakref.WeakKeyDictionary[Any, Callable] = weakref.WeakKeyDictionary()
 
 
@@ -54,24 +55,25 @@ def check_sizes(name: str, sizes: tuple, kept: tuple[int, int], call: tuple) -> 
 
 def _from_block_mask(mask: Any) -> Callable:
     rows, keys = mask.BLOCK_SIZE
-    table = _table(mask, -(-mask.seq_lengths[1] // keys))
+    table = table_of(mask)
     inner, (batch, heads) = mask.mask_mod, table.shape[:2]
 
     def block_mask(b: Any, h: Any, q: Any, kv: Any) -> Any:
         kind = table[b if batch > 1 else 0, h if heads > 1 else 0, q // rows, kv // keys]
-        return (kind == _WHOLE) | ((kind == _LISTED) & inner(b, h, q, kv))
+        return (kind == FULL) | ((kind == PARTIAL) & inner(b, h, q, kv))
 
     return block_mask
 
 
-def _table(mask: Any, columns: int) -> Tensor:
-    """What the lists say of each block: ``(batch, heads, query blocks, key blocks)`` uint8."""
+def table_of(mask: Any) -> Tensor:
+    """The kind of each block by the lists: ``(batch, heads, query blocks, key blocks)`` uint8."""
+    columns = -(-mask.seq_lengths[1] // mask.BLOCK_SIZE[1])
     counts = mask.kv_num_blocks
     shape = (*counts.shape, columns + 1)
     table = torch.zeros(shape, dtype=torch.uint8, device=counts.device)
     lists = (
-        (_LISTED, counts, mask.kv_indices),
-        (_WHOLE, mask.full_kv_num_blocks, mask.full_kv_indices),
+        (PARTIAL, counts, mask.kv_indices),
+        (FULL, mask.full_kv_num_blocks, mask.full_kv_indices),
     )
     for kind, count, blocks in lists:
         if count is not None:

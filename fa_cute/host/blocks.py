@@ -146,7 +146,7 @@ class MaskBlocks:
 
 
 def plan_mask(
-    mask_mod: Callable,
+    mask_mod: Callable | Traced,
     B: int | None,
     H: int | None,
     Sq: int,
@@ -154,24 +154,26 @@ def plan_mask(
     *,
     device: torch.device | str | None = None,
     head_dim: int = 128,
+    head_dim_v: int | None = None,
     tile: tuple[int, int] | None = None,
 ) -> MaskBlocks:
     """Find the blocks that a mask keeps, once for many calls.
 
-    mask_mod: ``(b, h, q, kv) -> bool``, or a ``BlockMask`` of FlexAttention for these sizes.
+    mask_mod: ``(b, h, q, kv) -> bool``, traced or not, or a ``BlockMask`` of FlexAttention for
+    these sizes.
 
     B, H: batches and query heads (None for a mask that does not read b, or h); Sq, Sk: lengths.
     ``device``: where the lists live, by default where the captured tensors are. The tiles are those
-    of the kernels for ``head_dim``, forward and backward; ``tile=(queries, keys)`` sets both. The
-    captured tensors are read now: plan again when their contents change. The host waits for the
-    device once.
+    of the kernels for ``head_dim`` (and ``head_dim_v``, if it is another), forward and backward;
+    ``tile=(queries, keys)`` sets both. The captured tensors are read now: plan again when their
+    contents change. The host waits for the device once.
 
     ValueError: negative sizes, an axis that the mask reads and that has no size, a captured tensor
     elsewhere or too small for an index.
     """
     if is_block_mask(mask_mod):
         mask_mod = from_block_mask(mask_mod, (B, H, Sq, Sk))
-    traced = trace_mask_mod(mask_mod)
+    traced = mask_mod if isinstance(mask_mod, Traced) else trace_mask_mod(mask_mod)
     reads = traced.graph.dependence()[traced.graph.result]
     for name, size, leaf in (("B", B, "b"), ("H", H, "h")):
         if size is None and leaf in reads:
@@ -182,7 +184,7 @@ def plan_mask(
             raise ValueError(f"{name} is {size!r}; it must be an integer, 0 or more")
     device = _device_of(traced, device)
     check_indexed(extents, "mask_mod", traced)
-    tiles = _tiles_of(head_dim, tile, device)
+    tiles = tiles_of((head_dim, head_dim_v or head_dim), device, tile)
     own = extents.batch if "b" in reads else 1, extents.heads if "h" in reads else 1
     evaluates = False
     if extents.empty:
@@ -195,14 +197,14 @@ def plan_mask(
     return MaskBlocks(mask_mod, traced, extents, *own, *tiles, *lists, evaluates)
 
 
-def _tiles_of(
-    head_dim: int, tile: tuple[int, int] | None, device: torch.device
-) -> tuple[tuple[int, int], ...]:
-    """The tiles (queries, keys) of the forward and of the backward."""
+def tiles_of(
+    head_dims: tuple[int, int], device: torch.device, tile: tuple[int, int] | None = None
+) -> tuple[tuple[int, int], tuple[int, int]]:
+    """The tiles (queries, keys) of the forward and of the backward under a mask."""
     if tile is None:
-        choose = CONFIGS[target_for(device)]
-        forward = choose(head_dim, head_dim, cut=False, modified=True)
-        backward = configs.bwd_sm90(head_dim, head_dim, cut=False, modified=True)
+        choose = CONFIGS.get(target_for(device), configs.fwd_sm90)
+        forward = choose(*head_dims, cut=False, modified=True)
+        backward = configs.bwd_sm90(*head_dims, cut=False, modified=True)
         return (forward.tile_m, forward.tile_n), (backward.tile_q, backward.tile_kv)
     pair = isinstance(tile, tuple | list) and len(tile) == 2
     if not pair or not all(isinstance(size, int) and size > 0 for size in tile):

@@ -11,6 +11,7 @@ import torch
 from fa_cute.host import configs
 from fa_cute.host.target import wants_pairs
 from fa_cute.mods.affine import ranges_of
+from fa_cute.mods.shown import visible_graph
 from fa_cute.mods.tiles import tiled_loads
 from fa_cute.mods.trace import Traced, trace_mask_mod, trace_score_mod
 from fa_cute.plan import FwdConfig, Plan
@@ -189,11 +190,12 @@ def takes_lists(graph: Graph) -> bool:
 def _visits(mods: Mods, config: FwdConfig) -> str:
     """Where the visited blocks come from; lists of another tile than the kernel's are not read."""
     listed = mods.blocks is not None and mods.blocks.tile == (config.tile_m, config.tile_n)
-    return visits_of(mods.mask_mod and mods.mask_mod.graph, listed=listed)
+    return visits_of(*(mod and mod.graph for mod in mods[:2]), listed=listed)
 
 
-def visits_of(graph: Graph | None, *, listed: bool) -> str:
-    """``Plan.visits`` under the mask_mod ``graph``; ``listed``: there are lists for the tile."""
+def visits_of(score_mod: Graph | None, mask_mod: Graph | None, *, listed: bool) -> str:
+    """``Plan.visits`` under these mods; ``listed``: there are lists of the mask for the tile."""
+    graph = visible_graph(score_mod, mask_mod)
     if graph is None:
         return "bounds"
     if listed and takes_lists(graph):

@@ -204,6 +204,8 @@ MASKS: dict[str, Configuration] = {
     "apart": C(mods=modifiers.apart, block_lists=True),
     "biased": C(mods=modifiers.biased, block_lists=True),
     "biased-ranges": C(mods=modifiers.biased_ranges, ratio=3),
+    "hiding": C(mods=modifiers.hiding, ratio=2),
+    "hiding-causal": C(64, mods=modifiers.hiding, causal=True),
 }
 # A captured bias [..., q, kv], which TMA loads by tiles: each row of its table, each dtype.
 BIASES: dict[str, Configuration] = {

@@ -100,7 +100,7 @@ def call(configuration: Configuration, x: Inputs, **options: Any) -> tuple[torch
 
 def everywhere(x: Inputs, options: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor, str]:
     """(out, lse) with the mask evaluated on every block; where the call itself gets its visits."""
-    mods = Mods.of(options.get("score_mod"), options["mask_mod"])
+    mods = Mods.of(options.get("score_mod"), options.get("mask_mod"))
     window, sinks = options.get("window"), options.get("sinks")
     chosen = api.Options(options["causal"], window, None, True, False)
     prepared = api.lookup(tuple(x), mods, chosen, sinks)

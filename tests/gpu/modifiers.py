@@ -291,6 +291,17 @@ def apart(device: torch.device, shape: Shape) -> Mods:
     return {"mask_mod": lambda b, h, q, kv: number[b, q] == number[b, kv] + limit}
 
 
+def hiding(device: torch.device, shape: Shape) -> Mods:
+    """A score_mod that gives minus infinity beyond a number of the batch and behind a window."""
+    cutoff = shape.seqlen_k * (torch.arange(shape.batch, device=device) + 1) // (shape.batch + 1)
+
+    def score_mod(score, b, h, q, kv):
+        seen = torch.where(q - kv <= 150, 2 * score, -torch.inf)
+        return torch.where(kv < cutoff[b], seen, -torch.inf)
+
+    return {"score_mod": score_mod}
+
+
 def biased(device: torch.device, shape: Shape) -> Mods:
     """A score_mod with a captured tensor beside scattered blocks."""
     return alibi(device, shape) | scattered(device, shape)

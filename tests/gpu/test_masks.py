@@ -37,7 +37,7 @@ def _sinks(configuration: Configuration, x: Inputs) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
 @pytest.mark.parametrize("name", sorted(ALL))
-def test_aseverywhere(name: str, lengths: tuple[int, int]) -> None:
+def test_as_everywhere(name: str, lengths: tuple[int, int]) -> None:
     """Bit for bit what evaluating the mask on every block gives; with a score_mod, too."""
     configuration = ALL[name]
     x = _inputs(name, lengths, kind="outliers")
@@ -52,7 +52,9 @@ def test_aseverywhere(name: str, lengths: tuple[int, int]) -> None:
     judge(configuration, x, options, (out, lse))
 
 
-@pytest.mark.parametrize("name", ["cutoffs", "ends", "scattered", "document-planned", "longformer"])
+@pytest.mark.parametrize(
+    "name", ["cutoffs", "ends", "scattered", "document-planned", "longformer", "hiding"]
+)
 def test_long(name: str) -> None:
     """Many consecutive empty tiles, and more tiles than CTAs: no hang, no difference."""
     configuration = ALL[name]

@@ -45,7 +45,8 @@ def test_visits_of_keys(name: str) -> None:
 
 def _judge(traced: object, bounds: Bounds, rows: list[list[int]]) -> None:
     q, kv = torch.arange(bounds.seqlen_q)[:, None], torch.arange(bounds.seqlen_k)
-    seen = emit(*traced, b=0, h=0, q=q, kv=kv).expand(len(q), len(kv))
+    zero = torch.zeros(1, 1)
+    seen = emit(*traced, b=zero, h=zero, q=q, kv=kv).expand(len(q), kv.numel())
     behind = q + bounds.seqlen_k - bounds.seqlen_q - kv
     inside = (behind <= bounds.left) & (behind >= -bounds.right)
     for at, (count, *words) in enumerate(rows):
