@@ -51,7 +51,7 @@ class _NoOverlap(FwdSm90):
     """P V of the block before is waited for before S of this one is issued."""
 
     @cute.jit
-    def step(self, body, rings, block, edge: cutlass.Constexpr):
+    def step(self, body, rings, block, needs: cutlass.Constexpr):
         x, f, state = body.x, body.f, body.state
         v = rings.v.take()
         self.turns.wait(body.work.warpgroup)
@@ -61,16 +61,16 @@ class _NoOverlap(FwdSm90):
         v.release()
         s = self.issue_scores(body, k)
         self.turns.give(body.work.warpgroup)
-        blocks = self.enter_block(body.mods, block)
+        blocks = self.enter_block(body, body.mods, block, None)
         warpgroup.wait_group(0)
         k.release()
-        self.modify(body, blocks, s, block, edge)
+        self.modify(body, blocks, s, block, needs[0])
         s_view = mma_sm90.rows_and_columns(s)
         softmax.exponentiate(s_view, state, self.exponent(body), first=False)
         mma_sm90.convert(s, f.p)
         softmax.rescale(mma_sm90.rows_and_columns(f.o), state)
         softmax.add_up(s_view, state, first=False)
-        return rings
+        return rings, None
 
 
 class _MaskedEverywhere(FwdSm90):

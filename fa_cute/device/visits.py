@@ -1,9 +1,9 @@
 """Which blocks of keys a tile of queries visits under a mask, told by the producer alone.
 
 The producer warp asks a provider for visit 0, 1, ... (from the last block of keys to the first),
-loads those blocks, and leaves a word with each slot of K: ``2 * block + whole``. Consumers learn
-the number of visits from the tile's header and the rest from the words, so that the two sides agree
-by construction, and no consumer spends a register on it.
+loads those blocks, and leaves a word with each slot of K: ``2 * block + whole`` (on Hopper whole of
+the next block, so that a consumer branches before it begins one). Consumers learn the number of
+visits from the tile's header and the rest from the words: the two sides agree by construction.
 
 A **whole** block needs no mask: every query of the tile sees every key of it. Only the first visit
 can pass the end of the keys; consumers mask it whatever its word says.

@@ -12,8 +12,9 @@ is on the exponentials:
 
 Roles and rings are the tables of ``topology`` below. Blocks of keys are visited from the last to
 the first: one peeled block with every mask, then, by bounds alone (``spans.kv_spans``), spans, each
-a traced body; under a mask with ranges or lists (``device/visits.py``) one body in which a branch
-leaves the masks out of whole blocks: the producer names the block with its slot of K.
+a traced body; under a mask with ranges or lists (``device/visits.py``) one of whole blocks, without
+the mask, and one of others: the producer names with a slot of K its block, and which body the
+next block takes.
 Order on a score: scale, score_mod, bounds (length, causal, window), mask_mod, softmax.
 """
 
