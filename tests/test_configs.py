@@ -42,6 +42,17 @@ def test_every_head_dim_has_a_row() -> None:
             assert 128 * (config.producer_registers + consumers) <= pool
 
 
+def test_masks_have_one_tile() -> None:
+    """Whatever the bounds and the dtype of a call: lists are made before they are known."""
+    for dims in itertools.product(ALL_HEAD_DIMS[::4], repeat=2):
+        found = {
+            (config.tile_m, config.tile_n)
+            for cut, dtype in itertools.product((False, True), ("bfloat16", "float16"))
+            for config in [fwd_sm90(*dims, cut=cut, modified=True, dtype=dtype)]
+        }
+        assert len(found) == 1, (dims, found)
+
+
 @pytest.mark.parametrize(
     ("dims", "row"),
     [
