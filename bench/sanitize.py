@@ -29,6 +29,7 @@ from tests.gpu.configurations import (
     WIDE_MODS,
     WINDOWS,
     Configuration,
+    masks,
     variant,
 )
 from tests.gpu.judging import DEVICE, arguments, call, inputs, planned
@@ -60,6 +61,8 @@ KINDS: Kinds = {
     "mask, ranges": (MASKS["cutoffs-causal"], (200, 500), {}),
     "mask, lists": (MASKS["scattered-causal"], (500, 700), {}),
     "mask, lists of nothing": (MASKS["apart"], (200, 300), {}),
+    "mask, loads by key": (masks()["document-planned"], (300, 500), {}),
+    "mask, of a score_mod": (MASKS["hiding"], (200, 500), {}),
     "sinks": (SINKS["128-causal"], (300, 200), {}),
 }
 # A hosted product is one warp's: few blocks, but each role's loop turns twice and a tile follows.
