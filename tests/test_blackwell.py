@@ -12,6 +12,7 @@ import torch
 
 import fa_cute
 from fa_cute import model
+from fa_cute.cli import main
 from fa_cute.configuration import Configuration
 from fa_cute.device import tmem
 from fa_cute.host import compile as compiling
@@ -132,6 +133,14 @@ def test_explain_prints_the_model() -> None:
     assert "emulating 2 of 16 pairs takes off 256 cycles of exponentials for 192 of fp32" in text
     assert "conditional rescaling 256 of fp32 and 16 accesses" in text
     assert "at most 2250 TFLOP/s" in text and "on an H200" not in text
+
+
+def test_the_command_line_prints_the_model(capsys: pytest.CaptureFixture) -> None:
+    """B 1, S1024, one head: 4 tiles of 8 blocks, each on an SM of its own."""
+    assert main(["explain", "--target", "sm_100a"]) == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("model: ")]
+    assert len(lines) == 3 and "2048 cycles of products" in lines[0]
+    assert f"at most {2250 * 4 / 148:.0f} TFLOP/s" in lines[2]
 
 
 def test_explain_prints_what_bounds_a_call() -> None:
