@@ -111,6 +111,14 @@ class Ring:
         """A consumer's side, at its start."""
         return Ring(spec, barriers, (Int32(0), Int32(0)), [])
 
+    def beside(self, other: Ring) -> Ring:
+        """This ring where ``other`` is, which advances for both: taken once for each of its slots.
+
+        Two rings that are always taken together then hold one state in registers.
+        """
+        assert self.spec.stages == other.spec.stages
+        return Ring(self.spec, self.barriers, (other.index, other.phase), self.slots)
+
     def _at(self, barriers: Any) -> Any:
         return barriers if self.spec.stages == 1 else barriers + self.index
 

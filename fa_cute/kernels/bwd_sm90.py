@@ -140,6 +140,8 @@ class BwdSm90:
         self.products = Products(plan, self.dtype)
         self.fragment = mma_sm90.fragment(plan.config.own_queries, transposed=True)
         self.walk = KeyWalk(plan, self.fragment)
+        # A mod needs registers of its own: a learned T5 table spilled 184 bytes at d128, now none.
+        self.tight = plan.score_mod is not None
         graphs = (plan.score_mod, plan.mask_mod)
         self.scratch_words = [score.scratch_words(graph, self.fragment) for graph in graphs]
 
@@ -335,13 +337,14 @@ class BwdSm90:
         """
         f = body.f
         for i in cutlass.range(end - begin, unroll=1):
+            do_ring = rings.do.beside(rings.q) if const_expr(self.tight) else rings.do
             q = rings.q.take()
             visit = Visit(end - 1 - i, Int32(not edge))
             if const_expr(edge is None):
                 visit = Visit.of(body.buffers.notes[q.index])
             block = visit.block
             s = self.products.s(f, q.index)
-            do = rings.do.take()
+            do = do_ring.take()
             early = self.plan.score_mod is None  # a mod needs the registers of dP meanwhile
             if const_expr(early):
                 dp = self.products.dp(f, do.index)
@@ -417,24 +420,31 @@ class BwdSm90:
     def exponentiate(self, body: Sweep, s: cute.Tensor, slot: Any) -> None:
         """S (2, columns) becomes P in place."""
         shift = self.by_column(body, body.buffers.shift, slot)
-        for r in range(mma_sm90.FRAGMENT_ROWS):
-            for i in range(cute.size(s, mode=[1])):
-                s[r, i] = softmax.exp2(cute.math.fma(s[r, i], body.c, shift[i]))
+        for i in range(cute.size(s, mode=[1])):
+            own = shift[i]
+            for r in range(mma_sm90.FRAGMENT_ROWS):
+                s[r, i] = softmax.exp2(cute.math.fma(s[r, i], body.c, own))
 
     def differentiate(self, body: Sweep, p: cute.Tensor, dp: cute.Tensor, slot: Any) -> None:
         """dP (2, columns) becomes d score in place: the gradient of the score after its mod."""
         delta = self.by_column(body, body.buffers.delta, slot)
-        for r in range(mma_sm90.FRAGMENT_ROWS):
-            for i in range(cute.size(p, mode=[1])):
-                dp[r, i] = p[r, i] * (dp[r, i] - delta[i])
+        for i in range(cute.size(p, mode=[1])):
+            own = delta[i]
+            for r in range(mma_sm90.FRAGMENT_ROWS):
+                dp[r, i] = p[r, i] * (dp[r, i] - own)
 
     def by_column(self, body: Sweep, rows: cute.Tensor, slot: Any) -> cute.Tensor:
-        """The thread's columns of the slot's ``rows`` (tile_q, stages), in registers (columns,)."""
-        pairs = cute.make_layout((2, self.config.tile_q // 2), stride=(1, 2))
+        """The thread's columns of the slot's ``rows`` (tile_q, stages), in registers (columns,).
+
+        Where those are few: in memory, and read where they are used.
+        """
+        pairs = cute.make_layout((2, self.config.tile_q // 2))
         all_pairs = cute.make_tensor(rows[None, slot.index].iterator, pairs)
-        own = all_pairs[None, body.work.column // 2]
+        first = all_pairs[None, body.work.column // 2].iterator
         every_fourth = cute.make_layout((2, self.config.own_queries // 8), stride=(1, 8))
-        mine = cute.make_tensor(own.iterator, every_fourth)
+        mine = cute.make_tensor(first, every_fourth)
+        if self.tight:
+            return mine
         r = cute.make_rmem_tensor(mine.shape, Float32)
         cute.autovec_copy(mine, r)
         return cute.make_tensor(r.iterator, cute.make_layout(self.config.own_queries // 4))
