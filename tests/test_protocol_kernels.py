@@ -72,6 +72,9 @@ KERNELS: dict[str, Callable[[], Plan]] = {
     "backward, ranges of a mask": lambda: backward(mask_mod=chunked, gqa_ratio=2),
     "backward, lists of a mask": lambda: replace(backward(mask_mod=chunked), visits="lists"),
     "backward, wide": lambda: backward(head_dim=256),
+    "backward, wide, one slot a ring": lambda: forward(
+        direction="backward", head_dim=256, score_mod=t5_relative_bias(torch.zeros(32, 8))
+    ),
     "Blackwell": lambda: forward(target="sm_100a"),
     "Blackwell, causal, window": lambda: forward(
         target="sm_100a", causal=True, window=(True, False)

@@ -32,7 +32,7 @@ that their round trips to the L2 pass beside the consumers' work.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import cutlass
@@ -49,11 +49,12 @@ from fa_cute.device.products import Buffers, Fragments, Mmas, Products
 from fa_cute.device.scheduler import Place, Tiles
 from fa_cute.device.topology import WARPGROUP, RingSpec, Role, Topology
 from fa_cute.device.visits import Visit
-from fa_cute.plan import BwdIo, Extra, Launch, Plan
+from fa_cute.plan import SHARED_MEMORY_LIMIT, BwdIo, Extra, Launch, Plan
 from fa_cute.spans import Bounds
 
 DTYPES = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16}
 LOADED = ("k", "v", "q", "do")  # the rings that TMA fills
+ALIGNED = 2048  # bytes that barriers and the alignment of buffers take at most
 DS_READY = 1  # the named barrier of the consumers; 0 is the CTA's own
 
 
@@ -82,6 +83,16 @@ def topology(plan: Plan) -> Topology:
             *(in_turn if plan.deterministic else ()),
         ),
     )
+
+
+def fitting(plan: Plan, scratch_bytes: int) -> Plan:
+    """The plan, with one slot a ring where the mods' diagonals leave no room for more (d256)."""
+    c = plan.config
+    a_slot = 2 * c.tile_q * (plan.width + plan.width_v + c.tile_kv * (1 + c.wide) + 4)
+    held = 2 * c.tile_kv * (plan.width + plan.width_v)
+    if held + c.stages * a_slot + scratch_bytes + ALIGNED <= SHARED_MEMORY_LIMIT:
+        return plan
+    return replace(plan, config=replace(c, stages=1))
 
 
 @dataclass(frozen=True)
@@ -134,16 +145,17 @@ class BwdSm90:
     """The kernel of one plan; ``__call__`` is its host entry."""
 
     def __init__(self, plan: Plan):
+        self.fragment = mma_sm90.fragment(plan.config.own_queries, transposed=True)
+        graphs = (plan.score_mod, plan.mask_mod)
+        self.scratch_words = [score.scratch_words(graph, self.fragment) for graph in graphs]
+        plan = fitting(plan, 4 * sum(self.scratch_words) * plan.config.consumers)
         self.plan, self.config = plan, plan.config
         self.topology = topology(plan)
         self.dtype = DTYPES[plan.dtype]
         self.products = Products(plan, self.dtype)
-        self.fragment = mma_sm90.fragment(plan.config.own_queries, transposed=True)
         self.walk = KeyWalk(plan, self.fragment)
         # A mod needs registers of its own: a learned T5 table spilled 184 bytes at d128, now none.
         self.tight = plan.score_mod is not None
-        graphs = (plan.score_mod, plan.mask_mod)
-        self.scratch_words = [score.scratch_words(graph, self.fragment) for graph in graphs]
 
     @cute.jit
     def __call__(self, io: BwdIo, extra: Extra, launch: Launch, stream):
