@@ -12,12 +12,10 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 
-from fa_cute.device import score
 from fa_cute.device.fragment import Fragment
 from fa_cute.device.scheduler import Place, Tiles, section_of
-from fa_cute.device.visits import KeyRangeVisits, ListVisits, SpanVisits, Visit, inputs_of
-from fa_cute.mods.affine import input_graphs, ranges_of
-from fa_cute.plan import BwdIo, Extra, Plan
+from fa_cute.device.visits import KeyRangeVisits, ListVisits, SpanVisits, Visit, ranges_at
+from fa_cute.plan import BwdIo, Plan
 from fa_cute.spans import Arithmetic, QSpans, q_spans, visible
 
 ARITHMETIC = Arithmetic(cutlass.min, cutlass.max)
@@ -80,14 +78,9 @@ class KeyWalk:
             at = place.batch, place.head, place.block
             provider = ListVisits.of(x.extra.block_lists, at, spans)
         elif plan.visits == "ranges":
-            extra = x.extra or Extra()
-            graphs = (plan.score_mod, plan.mask_mod)
-            _, given = score.deal(graphs, extra.captured, extra.scalars)
-            head = place.batch, place.head
-            inputs = inputs_of(input_graphs(plan.mask_mod), given, self.fragment, head)
+            ranges = ranges_at(plan, x.extra, self.fragment, (place.batch, place.head))
             at = place.block, (x.bounds.seqlen_q, x.bounds.seqlen_k)
-            tile = c.tile_q, c.tile_kv
-            provider = KeyRangeVisits(ranges_of(plan.mask_mod), inputs, at, tile, spans)
+            provider = KeyRangeVisits(*ranges, at, (c.tile_q, c.tile_kv), spans)
         else:
             provider = SpanVisits(spans.end - 1, spans.end - spans.begin)
         return Visits(provider, provider.count)

@@ -29,10 +29,12 @@ from cutlass import Float32, Int32
 
 from fa_cute.device import emit
 from fa_cute.device.fragment import Fragment
-from fa_cute.device.score import Given, Modifier
+from fa_cute.device.score import Given, Modifier, deal
+from fa_cute.mods.affine import input_graphs, ranges_of
 from fa_cute.mods.graph import Graph, Node
 from fa_cute.mods.ranges import Integers, Ranges, Run, clipped, runs
-from fa_cute.plan import BlockLists
+from fa_cute.mods.shown import visible_graph
+from fa_cute.plan import BlockLists, Extra, Plan
 from fa_cute.spans import KvSpans, QSpans
 
 LANES = 32
@@ -239,6 +241,17 @@ def count_from(entries: cute.Tensor, part: tuple, block: Int32) -> Int32:
         found = found + here
         going = (here == LANES) & (first + found < end)
     return found
+
+
+def ranges_at(
+    plan: Plan, extra: Extra | None, fragment: Fragment, place: tuple[Int32, Int32]
+) -> tuple[Ranges, tuple[Int32, ...]]:
+    """The ranges that the plan visits by, and their inputs at ``place`` (batch, query head)."""
+    extra, mask = extra or Extra(), visible_graph(plan.score_mod, plan.mask_mod)
+    graphs = (plan.score_mod, plan.mask_mod)
+    of_score, of_mask = deal(graphs, extra.captured, extra.scalars)
+    given = of_score if plan.mask_mod is None else of_mask
+    return ranges_of(mask), inputs_of(input_graphs(mask), given, fragment, place)
 
 
 def inputs_of(

@@ -11,15 +11,14 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 
-from fa_cute.device import score
 from fa_cute.device.fragment import Fragment
 from fa_cute.device.scheduler import Place, Tiles, section_of
-from fa_cute.device.visits import ListVisits, RangeVisits, SpanVisits, inputs_of
-from fa_cute.mods.affine import input_graphs, ranges_of
+from fa_cute.device.visits import ListVisits, RangeVisits, SpanVisits, ranges_at
+from fa_cute.mods.affine import ranges_of
 from fa_cute.mods.ranges import shrinking
 from fa_cute.mods.shown import visible_graph
 from fa_cute.mods.tiles import shared_by
-from fa_cute.plan import Extra, Io, Plan
+from fa_cute.plan import Io, Plan
 from fa_cute.spans import Arithmetic, Bounds, KvSpans, kv_spans
 
 # Words of a tile's header: the number of the tile after it; under a mask also its own number of
@@ -49,8 +48,8 @@ class Walk:
         shared = shared_by(plan.score_mod, plan.bias) if plan.bias is not None else ()
         self.longest_first = plan.causal or any(plan.window) or self.noted or "h" in shared
         self.batches_inside = "b" in shared and "h" not in shared and plan.gqa_ratio == 1
-        self.mask = visible_graph(plan.score_mod, plan.mask_mod)
-        self.first_longest = plan.visits == "ranges" and shrinking(ranges_of(self.mask))
+        mask = visible_graph(plan.score_mod, plan.mask_mod)
+        self.first_longest = plan.visits == "ranges" and shrinking(ranges_of(mask))
         self.group, self.ratio = (plan.gqa_ratio, 1) if plan.config.packed else (1, plan.gqa_ratio)
 
     @property
@@ -109,14 +108,8 @@ class Walk:
             at = place.batch, place.head, place.block
             return ListVisits.of(x.extra.block_lists, at, within)
         if plan.visits == "ranges":
-            extra = x.extra or Extra()
-            graphs = (plan.score_mod, plan.mask_mod)
-            of_score, of_mask = score.deal(graphs, extra.captured, extra.scalars)
-            given = of_score if plan.mask_mod is None else of_mask
-            head = place.batch, place.head
-            inputs = inputs_of(input_graphs(self.mask), given, self.fragment, head)
+            ranges = ranges_at(plan, x.extra, self.fragment, (place.batch, place.head))
             tile = place.block * c.tile_m, (place.block + 1) * c.tile_m
             lengths = x.bounds.seqlen_q, x.bounds.seqlen_k
-            ranges = ranges_of(self.mask)
-            return RangeVisits.of(ranges, inputs, (tile, lengths), c.tile_n, within)
+            return RangeVisits.of(*ranges, (tile, lengths), c.tile_n, within)
         return SpanVisits(spans.last, spans.end - spans.begin)
