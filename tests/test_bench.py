@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench import backward, compile_time, masks, peers, plots
+from bench import backward, compile_time, instructions, masks, peers, plots
 from bench.attention import summary
 from bench.cases import VARIANTS, Case
 from bench.priming import dealt
@@ -222,3 +222,19 @@ def test_masks_trace_without_data(name: str) -> None:
 def test_every_mask_of_the_gallery_is_measured() -> None:
     found = {name for name, variant in variants.ALL.items() if variant.kind == "mask_mod"}
     assert found == set(masks.SIZES)
+
+
+def test_loops_of_a_disassembly() -> None:
+    """The shortest loop that holds enough of each kind; predicates and branches forward aside."""
+    lines = [("MUFU.EX2 R0, R1", 5), ("F2FP.BF16.F32.PACK_AB R2, R0, R1", 4), ("@P0 BRA 0x200", 1)]
+    lines += [("@!UP1 FADD2.RM R4, R5, R6", 1), ("BRA.U UP0, 0x10", 1), ("BRA 0x0", 1)]
+    text, address = "", 0
+    for line, times in lines:
+        for _ in range(times):
+            text += f"        /*{address:04x}*/    {line} ;   /* 0x0123 */\n"
+            address += 16
+    code = instructions.instructions(text)
+    assert [one.target for one in code if one.opcode.startswith("BRA")] == [0x200, 0x10, 0]
+    assert instructions.count(code) == {"all": 13, "ex2": 5, "fadd2": 1, "floor": 1, "convert": 4}
+    inner = {"all": 11, "ex2": 4, "fadd2": 1, "floor": 1, "convert": 4}
+    assert instructions.loops(code) == {"softmax": inner}
