@@ -85,11 +85,12 @@ def test_a_row_spills_nothing(row: configs.BwdRow, tmp_path: Path) -> None:
 
 
 @pytest.mark.compile
-def test_a_learned_table_in_fixed_point_spills_nothing(tmp_path: Path) -> None:
-    """Its integers are dealt with where registers are short: beside dK, dV, S and dP."""
+@pytest.mark.parametrize(("dim", "deterministic"), [(64, True), (256, False)])
+def test_a_learned_table_fits(dim: int, deterministic: bool, tmp_path: Path) -> None:
+    """In registers, beside dK, dV, S and dP, also in fixed point; and in shared memory at 256."""
     graph = trace_score_mod(t5_relative_bias(torch.zeros(32, 4))).graph
-    plan = replace(forward(64, 64, causal=True), score_mod=graph)
+    plan = replace(forward(dim, dim, causal=True), score_mod=graph)
     derivative = differentiate(graph, frozenset((0,)))
-    options = {"deterministic": True, "lse_gradient": False, "derivative": derivative}
+    options = {"deterministic": deterministic, "lse_gradient": False, "derivative": derivative}
     built = build(plans_of(plan, **options).main, tmp_path)
     assert built.resources.spill_bytes == 0 and built.resources.serialised == 0

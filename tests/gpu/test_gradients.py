@@ -35,6 +35,13 @@ def test_mods_elsewhere(name: str) -> None:
         check(*mods(shape)[name], shape=shape, dtype=torch.float16)
 
 
+@pytest.mark.parametrize("dim", [96, 192, 256])
+def test_a_table_beside_wide_heads(dim: int) -> None:
+    """Its values by diagonal take shared memory that Q and dO have otherwise."""
+    shape = Shape(1, 130, 200, 4, 2, dim)
+    check(*mods(shape)["t5"], shape=shape, causal=True)
+
+
 def test_a_mask_mod_beside_a_score_mod() -> None:
     document = (torch.arange(300, device=DEVICE) // 70)[None]
 
