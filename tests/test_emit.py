@@ -180,6 +180,18 @@ def test_loads_happen_at_their_level(counts: Callable) -> None:
 
 
 @pytest.mark.compile
+def test_a_third_load_of_columns_is_each_thread_s(counts: Callable) -> None:
+    """Shared memory holds two; what is beyond is loaded where it is used."""
+    tables = [torch.rand(256) for _ in range(3)]
+
+    def mod(s, b, h, q, kv):
+        return s + tables[0][kv] * s.tanh() + tables[1][kv] * s.sin() + tables[2][kv] * s.cos()
+
+    found = counts(Case("three tables", "score", mod))
+    assert found["ld.global.nc.b32"] == 2 + TILE_N // 4 and found["bar.sync"] == 2
+
+
+@pytest.mark.compile
 def test_a_dear_diagonal_is_computed_twice_a_thread(counts: Callable) -> None:
     found = counts(_named("T5"))
     assert found["ld.shared.b32"] == DIAGONALS

@@ -36,6 +36,8 @@ _STEPS = frozenset(
 )
 _SHRINKING = frozenset(("floordiv", "mod", "shr", "minimum"))
 _DEAR = 10  # issue slots of a diagonal value from which shared memory and two barriers are cheaper
+# Nodes of columns in shared memory, 512 bytes each a warpgroup: a bias' boxes leave 2 KiB of it.
+_MOST_COLUMNS = 2
 _UNROLLED_POWER = 16  # x ** 16 is four products; beyond, exp2(y log2 x) is as short
 
 
@@ -59,9 +61,9 @@ class Schedule:
     """What is computed where; a pure function of the graph.
 
     Levels are those of the fragment: ``transposed``, "row" is what depends on kv, "column" on q.
-    ``tile``, ``row``, ``column``: nodes computed on entering the tile, the rows, the block (of
-    columns only what loads: other operations cost the same later); ``diagonal``: nodes that go
-    through shared memory. Short vectors are in none: they would fill the registers.
+    ``tile``, ``row``: nodes computed on entering the tile, the rows; ``column``, ``diagonal``:
+    nodes that go through shared memory, of columns only what loads (other operations cost the same
+    later) and at most ``_MOST_COLUMNS``. Short vectors are in none: they would fill the registers.
     """
 
     lowered: Lowered
@@ -96,7 +98,7 @@ def schedule(graph: Graph, transposed: bool = False) -> Schedule:
             if levels[at] == level and node.width == 1 and readers[at] - {level}
         ]
 
-    column = (at for at in leaving("column") if "load" in reads[at])
+    column = [at for at in leaving("column") if "load" in reads[at]][:_MOST_COLUMNS]
     diagonal = (at for at in leaving("diagonal") if _slots(lowered.graph, levels, at) >= _DEAR)
     places = (leaving("tile"), leaving("row"), column, diagonal)
     return Schedule(lowered, levels, *(tuple(place) for place in places), transposed)
