@@ -13,6 +13,7 @@ wrapped once if negative and clamped, as by ``captured.Source``.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -25,7 +26,7 @@ from cutlass.cute.nvgpu import warp
 from fa_cute.device import emit
 from fa_cute.device.lower import lower
 from fa_cute.device.mma_sm90 import FRAGMENT_ROWS, smem_layout
-from fa_cute.device.operand import Reuse, TmaOperand, box_loader, box_operand
+from fa_cute.device.operand import Reuse, TmaOperand, box_fetcher, box_loader, box_operand
 from fa_cute.device.scope import Value
 from fa_cute.mods.graph import Graph
 from fa_cute.mods.tiles import lead_graphs, shared_by, tiled_loads
@@ -84,15 +85,17 @@ class Bias:
 
     def loader(
         self, operand: TmaOperand, s: cute.Tensor, lead: Sequence[Int32], block: Int32
-    ) -> Callable[[Int32, Any], None]:
+    ) -> tuple[Callable[[Int32, Any], None], Callable[[Int32], None]]:
         """``load(keys, slot)``: copy the box of queries ``block`` and that block of keys.
 
-        ``lead``: the values of the graphs of ``lead``.
+        And ``fetch(keys)``, which brings it into L2. ``lead``: the values of the graphs of
+        ``lead``.
         """
         extents = operand.tensor.shape[2:]
         at = tuple(inside(*pair) for pair in zip(lead, extents, strict=True))
         reuse = Reuse.SOON if self.shared_by else Reuse.ONCE
-        return box_loader(operand, s, at, (block, None), reuse)
+        boxes = (block, None)
+        return box_loader(operand, s, at, boxes, reuse), box_fetcher(operand, s, at, boxes)
 
     def reader(self, mma: cute.TiledMma, s: cute.Tensor, thread: Int32) -> Reader:
         """What ``thread`` (of all the consumers') reads of ``s`` (queries, keys, stages)."""
@@ -131,25 +134,38 @@ class Reader(NamedTuple):
         copy = copy_of(bias.dtype, mma)
         return Reader(bias.node, bias.dtype, copy, copy.get_slice(thread).partition_S(s))
 
-    def values(self, stage: Int32) -> dict[int, Columns]:
-        """For ``score.Rows.block``: how to read the load's value from the slot ``stage``."""
-        return {self.node: lambda columns: self._read(columns, stage)}
+    @property
+    def early(self) -> bool:
+        """Whether ``values`` reads the box at once: 16-bit elements take half of S's registers."""
+        return self.dtype.width == 16
 
-    def _read(self, columns: range, stage: Int32) -> Value:
+    def values(self, stage: Int32) -> dict[int, Columns]:
+        """For ``score.Rows.block``: how to get the load's value from the slot ``stage``.
+
+        Read ``early``, the slot is free when this returns; else when the score is there.
+        """
+        if self.early:
+            count = cute.size(self.source, mode=[0, 1])
+            piece = [self._piece(at, stage) for at in range(count)].__getitem__
+        else:
+            piece = functools.partial(self._piece, stage=stage)
+        return {self.node: lambda columns: self._columns(columns, piece)}
+
+    def _columns(self, columns: range, piece: Callable[[int], cute.Tensor]) -> Value:
         """Columns of the fragment: for each of its rows a vector of fp32."""
         rows: list[list[Any]] = [[] for _ in range(FRAGMENT_ROWS)]
         if self.dtype.width == 32:
             for at in range(columns.start, columns.stop):
-                rows[at % FRAGMENT_ROWS].append(self._piece(at, stage))
+                rows[at % FRAGMENT_ROWS].append(piece(at).load().ir_value())
         else:
             for at in range(columns.start // 4, columns.stop // 4):
-                piece = self._piece(at, stage)
+                found = piece(at).load().to(cutlass.Float32).ir_value()
                 for row, parts in enumerate(rows):
-                    parts += [emit.part(piece, first + 2 * row, 2) for first in (0, 4)]
+                    parts += [emit.part(found, first + 2 * row, 2) for first in (0, 4)]
         return Value("element", tuple(map(emit.joined, rows)))
 
-    def _piece(self, at: int, stage: Int32) -> Any:
+    def _piece(self, at: int, stage: Int32) -> cute.Tensor:
         source = self.source[(None, at), 0, 0, stage]
         found = cute.make_rmem_tensor(source.shape, self.dtype)
         cute.copy(self.copy, source, found)
-        return found.load().to(cutlass.Float32).ir_value()
+        return found

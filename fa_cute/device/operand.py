@@ -78,15 +78,7 @@ def box_loader(
 
     ``boxes``: which box of rows and which of columns; ``block`` takes the place of None.
     """
-    box = (cute.size(s, mode=[0]), cute.size(s, mode=[1]))
-    g = cute.local_tile(operand.tensor[(None, None, *at)], box, boxes)
-    to, of = cpasync.tma_partition(
-        operand.atom,
-        0,
-        cute.make_layout(1),
-        cute.group_modes(s, 0, 2),
-        cute.group_modes(g, 0, 2),
-    )
+    to, of = _parts(operand, s, at, boxes)
 
     def load(block: Int32, slot: Any) -> None:
         cute.copy(
@@ -98,6 +90,27 @@ def box_loader(
         )
 
     return load
+
+
+def box_fetcher(
+    operand: TmaOperand, s: cute.Tensor, at: tuple, boxes: tuple
+) -> Callable[[Int32], None]:
+    """``fetch(block)``: bring into L2 what ``box_loader``'s ``load`` will copy."""
+    _, of = _parts(operand, s, at, boxes)
+    return lambda block: cute.prefetch(operand.atom, of[None, block])
+
+
+def _parts(operand: TmaOperand, s: cute.Tensor, at: tuple, boxes: tuple) -> tuple[Any, Any]:
+    """Shared memory (box, stages) and the operand (box, blocks), as TMA sees them."""
+    box = (cute.size(s, mode=[0]), cute.size(s, mode=[1]))
+    g = cute.local_tile(operand.tensor[(None, None, *at)], box, boxes)
+    return cpasync.tma_partition(
+        operand.atom,
+        0,
+        cute.make_layout(1),
+        cute.group_modes(s, 0, 2),
+        cute.group_modes(g, 0, 2),
+    )
 
 
 def row_loader(rows: cute.Tensor, s: cute.Tensor) -> Callable[[Int32, Any], None]:

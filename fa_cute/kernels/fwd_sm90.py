@@ -280,7 +280,7 @@ class FwdSm90:
             if visits.count > 0:
                 load_q = loader(x.q, buffers.q, place.head, place.batch, Reuse.ONCE)
                 load_k = loader(x.k, buffers.k, kv_head, place.batch, Reuse.OFTEN)
-                load_bias = self.bias_loader(x, buffers, place)
+                load_bias, fetch_bias = self.bias_loader(x, buffers, place)
                 visit, ahead = visits.at(Int32(0)), self.ahead(visits, Int32(1))
                 with rings.k.fill(self.note(buffers, visit, ahead)) as first:
                     load_k(visit.block, first)
@@ -299,6 +299,7 @@ class FwdSm90:
                     if const_expr(self.bias is not None):
                         with rings.bias.fill() as box:
                             load_bias(visit.block, box)
+                        fetch_bias(ahead.block)
                     block = visit.block
             if const_expr(not self.walk.noted):
                 # Drawn late, so that who is done first takes the longest tile left; the atomic's
@@ -310,9 +311,9 @@ class FwdSm90:
                     load_v(visits.at(visits.count - 1).block, last)
 
     def bias_loader(self, x: Operands, buffers: Buffers, place: Place) -> Any:
-        """``load(block, slot)`` of the bias' boxes beside a tile of queries, or None."""
+        """``load(block, slot)``, ``fetch(block)`` of the bias' boxes beside a tile of queries."""
         if self.bias is None:
-            return None
+            return None, None
         graphs, head = (self.plan.score_mod, self.plan.mask_mod), (place.batch, place.head)
         given, _ = score.deal(graphs, x.extra.captured, x.extra.scalars)
         lead = inputs_of(self.bias.lead, given, self.fragment, head)
@@ -395,11 +396,11 @@ class FwdSm90:
         block, whole = self.noted(body, k) if const_expr(self.walk.noted) else (walk.last, None)
         bias = self.take_bias(rings)
         blocks = self.enter_block(body, mods, block, bias)
+        self.free(body, bias, True)
         warpgroup.wait_group(0)
         k.release()
         self.modify(body, blocks, s, block, True)
-        if const_expr(bias is not None):
-            bias.release()
+        self.free(body, bias, False)
         s_view = mma_sm90.rows_and_columns(s)
         softmax.exponentiate(s_view, state, self.exponent(body), first=True)
         mma_sm90.convert(s, f.p)
@@ -461,11 +462,11 @@ class FwdSm90:
         block, whole = (block, None) if const_expr(block is not None) else self.noted(body, k)
         mods, bias = body.mods if masked else body.mods._replace(mask=None), self.take_bias(rings)
         blocks = self.enter_block(body, mods, block, bias)
+        self.free(body, bias, True)
         warpgroup.wait_group(1)
         k.release()
         self.modify(body, blocks, s, block, edge)
-        if const_expr(bias is not None):
-            bias.release()
+        self.free(body, bias, False)
         s_view = mma_sm90.rows_and_columns(s)
         softmax.exponentiate(s_view, state, self.exponent(body), first=False)
         warpgroup.wait_group(0)
@@ -486,6 +487,11 @@ class FwdSm90:
     def take_bias(self, rings) -> Any:
         """The next slot of the bias' ring, or None."""
         return None if self.bias is None else rings.bias.take()
+
+    def free(self, body: Sweep, bias: Any, early: bool) -> None:
+        """Release the bias' slot, if there is one, where it has been read: early or late."""
+        if bias is not None and body.bias.early == early:
+            bias.release()
 
     def enter_block(self, body: Sweep, mods: Mods, block: Int32, bias: Any) -> Mods:
         """The mods with what depends on a KV block's columns computed, while S is multiplied.
