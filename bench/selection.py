@@ -30,7 +30,7 @@ FORWARD = Sets(
         "plain": PLAIN,
         "mods": MODS,
         "window": WINDOW,
-        "bias": "--dims=128 --lengths=4096 --variants=plain,bias",
+        "bias": "--dims=128 --masks=full,causal --variants=plain,bias,shared-bias,bias-by-elements",
         "gqa": GQA,
         "dims": "--dims=96,192,256,192/128 --lengths=1024,4096,8192,16384 --masks=full,causal",
     },

@@ -1,11 +1,12 @@
 """A captured tensor that score_mod reads at ``[..., q, kv]``, loaded by TMA beside K.
 
 A tile of scores reads one box of it. The producer copies the box into a slot of a ring of its own,
-in the widest swizzle; a consumer reads what its threads hold of the scores, in the order of their
-accumulators. 16-bit elements come by ldmatrix, four 8 x 8 matrices at a time: thread t of a warp
-gets row t / 4, columns 2 (t % 4) + {0, 1} of each, as wgmma gives it S; no bank is asked twice.
-fp32 comes in pairs; two rows then share banks (a pair is 8 bytes of a 16-byte chunk), so a tile
-takes 4 passes of a bank for 2.
+in the widest swizzle, and fetches the next into L2; a consumer reads what its threads hold of the
+scores, in the order of their accumulators. 16-bit elements come by ldmatrix, four 8 x 8 matrices at
+a time: thread t of a warp gets row t / 4, columns 2 (t % 4) + {0, 1} of each, as wgmma gives it S;
+no bank is asked twice. They are read while S is multiplied, and the slot is free at once. fp32
+comes in pairs, when S is there: all of it would take as many registers as S. Two rows then share
+banks (a pair is 8 bytes of a 16-byte chunk), so a tile takes 4 passes of a bank for 2.
 
 Rows and columns past the tensor's ends arrive as zeros, and no other index leaves it: each is
 wrapped once if negative and clamped, as by ``captured.Source``.
