@@ -142,20 +142,28 @@ FWD_SM90_BIASED: tuple[Row, ...] = (
         (64, 64),
         None,
         True,
-        FwdConfig(192, 80, 2, 1, 32, 160),
-        "not measured; 192 x 96 spills 32 bytes with a left bound and sinks, 192 x 112 too",
+        FwdConfig(128, 128, 2, 2, 24, 240),
+        "S8k full: 314 TFLOP/s, 192 x 80 228, 192 x 112 224: TMA rows of 32 bytes",
     ),
     Row(
         (96, 96),
         None,
         True,
         FwdConfig(128, 128, 2, 2, 24, 240),
-        "not measured; 192 x 80 spills 8 bytes with a left bound and sinks; 209 KiB",
+        "not measured; 192 x 80 spills 8 bytes with a left bound and sinks, and as d64; 209 KiB",
     ),
-    Row((128, 128), None, True, FwdConfig(128, 128, 2, 1, 24, 240), "not measured; 225 KiB"),
+    Row(
+        (128, 128),
+        None,
+        True,
+        FwdConfig(128, 128, 2, 1, 24, 240),
+        "S8k full: 508 TFLOP/s, 128 x 144 with one slot 401",
+    ),
     Row((192, 128), None, True, FwdConfig(128, 96, 2, 1, 24, 240), "not measured; 217 KiB"),
     Row((192, 192), None, True, FwdConfig(128, 64, 2, 1, 24, 240), "not measured; 177 KiB"),
-    Row((256, 256), None, True, FwdConfig(128, 64, 2, 1, 24, 240), "not measured; 225 KiB"),
+    Row(
+        (256, 256), None, True, FwdConfig(128, 64, 2, 1, 24, 240), "S8k full: 590 TFLOP/s; 225 KiB"
+    ),
 )
 
 # sm_100: 512 columns of tensor memory, a CTA; 227 KiB of shared memory; 65,536 registers for two
