@@ -175,11 +175,16 @@ def _shared_bias(case: Case, device: torch.device) -> Callable:
     return lambda score, b, h, q, kv: score + bias[q, kv]
 
 
-def _bias_by_elements(case: Case, device: torch.device) -> Callable:
-    """``_bias`` with rows that TMA cannot load: one element further apart."""
-    size = case.heads, case.seqlen, case.seqlen + 1
-    bias = _normal(size, device, getattr(torch, case.dtype))[..., :-1]
+def _padded_bias(case: Case, device: torch.device, padding: int = 64) -> Callable:
+    """``_bias`` with rows that many elements further apart."""
+    size = case.heads, case.seqlen, case.seqlen + padding
+    bias = _normal(size, device, getattr(torch, case.dtype))[..., :-padding]
     return lambda score, b, h, q, kv: score + bias[h, q, kv]
+
+
+def _bias_by_elements(case: Case, device: torch.device) -> Callable:
+    """``_bias`` as TMA cannot load it: rows one element further apart."""
+    return _padded_bias(case, device, 1)
 
 
 def _t5(case: Case, device: torch.device) -> Callable:
@@ -192,6 +197,7 @@ VARIANTS: dict[str, Callable[[Case, torch.device], Callable] | None] = {
     "softcap": _softcap,
     "bias": _bias,
     "shared-bias": _shared_bias,
+    "padded-bias": _padded_bias,
     "bias-by-elements": _bias_by_elements,
     "t5": _t5,
 }

@@ -64,6 +64,7 @@ def modifiers(case: Case, device: torch.device) -> dict[str, Any]:
         "softcap": lambda: {"softcap": 30.0},
         "alibi": lambda: _captured(_alibi, alibi_slopes(case.heads, device)),
         "bias": lambda: _captured(_bias, dense_bias(case, device)),
+        "padded-bias": lambda: _captured(_bias, dense_bias(case, device)),
         "bias-by-elements": lambda: _captured(_bias, dense_bias(case, device)),
         "shared-bias": lambda: _captured(_shared_bias, shared_bias(case, device)),
         "t5": lambda: _captured(_t5, t5_table(case.heads, device)),

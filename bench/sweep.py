@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +62,7 @@ def plan(case: Case, config: FwdConfig, device: str) -> tuple[Plan, Mods]:
     arguments = case.arguments(device)
     mods = Mods.of(arguments.get("score_mod"), None)
     score_mod = None if mods.score_mod is None else mods.score_mod.graph
-    return Plan(
+    made = Plan(
         direction="forward",
         dtype=case.dtype,
         head_dim=case.head_dim,
@@ -76,7 +77,9 @@ def plan(case: Case, config: FwdConfig, device: str) -> tuple[Plan, Mods]:
         deterministic=False,
         target="sm_90a",
         config=config,
-    ), mods
+        bias=mods.bias,
+    )
+    return (made if made.bias_stages else replace(made, bias=None)), mods
 
 
 def kernel(case: Case, text: str, device: str) -> tuple[Kernel, Mods]:
