@@ -69,11 +69,15 @@ def scenarios(plan: Plan, count: int, seed: int = 0) -> list:
 
 
 def _keys(rng: random.Random, plan: Plan) -> dict[str, int]:
-    """Spans as ``spans.KvSpans`` has them, with the edges that the plan can have."""
+    """Spans as ``spans.KvSpans`` has them, with the edges that the plan can have.
+
+    Without bounds and visits of a mask every tile of the forward sees some key.
+    """
+    bare = not (plan.causal or any(plan.window)) and plan.visits == "bounds"
     left = rng.randrange(3) * plan.window[0]
     right = rng.randrange(3) * (plan.causal or plan.window[1])
     middle, begin = rng.randrange(4), rng.randrange(3)
-    if rng.random() < 0.25:
+    if rng.random() < 0.25 and not bare:
         return {
             **dict.fromkeys(("begin", "middle_begin", "middle_end", "last", "end"), begin),
             "count": 0,
