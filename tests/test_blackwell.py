@@ -183,6 +183,14 @@ def test_native_blocks_of_a_mask(visits: str, tmp_path: Path) -> None:
     assert own.visits == "ranges" and found.resources.spill_bytes == 0
 
 
+@pytest.mark.compile
+def test_native_mod(tmp_path: Path) -> None:
+    """Biases of a row's 128 diagonals, constants apart, cost no spill."""
+    alibi = {"score_mod": lambda s, b, h, q, kv: s - (q - kv).abs() * 0.125}
+    found = compiling.listing(plan((128, 128), causal=True, **alibi), tmp_path)
+    assert found.resources.spill_bytes == 0
+
+
 PAIRS = [
     *((row.head_dims, "sm_100a", row.cut is None) for row in FWD_SM100_PAIRS),
     ((128, 128), "sm_103a", False),

@@ -178,7 +178,8 @@ class Scope:
             return leaf
         start = leaf.start.ir_value()
         start = emit.to_float(start) if kind == "float32" else start
-        return Value(leaf.level, (emit.ramp(start, leaf.offsets),))
+        by_lane = len(self.fragment.rows) == 1
+        return Value(leaf.level, (emit.ramp(start, leaf.offsets, by_lane=by_lane),))
 
     def _operand(self, at: int, value: Any) -> emit.Operand:
         lowered = self.schedule.lowered
