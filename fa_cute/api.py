@@ -9,21 +9,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from fa_cute import autograd, cpu
+from fa_cute import autograd
 from fa_cute.host.backward import plans_of
-from fa_cute.host.blocks import MaskBlocks
 from fa_cute.host.compile import compiled
-from fa_cute.host.given_mask import as_mask_mod
 from fa_cute.host.launch import Kernel
 from fa_cute.host.planning import NO_MODS, Mods, make_plan
 from fa_cute.host.problem import ALIGNMENT, Problem, allocate, check_out, kernel_ready
 from fa_cute.host.target import current_target, is_hosted, sm_count
 from fa_cute.host.workspace import counter, tensor_memory
 from fa_cute.plan import Extra, Io, Launch
+
+if TYPE_CHECKING:
+    from fa_cute.host.blocks import MaskBlocks
 
 SMALLEST_NORMAL_FLOAT32 = 2.0**-126
 PREPARED_LIMIT = 4096
@@ -90,7 +91,11 @@ def attention(
     """
     mods = NO_MODS
     if score_mod is not None or mask_mod is not None:
-        mods = Mods.of(score_mod, as_mask_mod(mask_mod, q, k, v))
+        if mask_mod is not None:
+            from fa_cute.host.given_mask import as_mask_mod
+
+            mask_mod = as_mask_mod(mask_mod, q, k, v)
+        mods = Mods.of(score_mod, mask_mod)
     options = Options(causal, window, scale, return_lse, deterministic)
     if isinstance(q, torch.Tensor) and q.is_cuda:
         if torch.is_autocast_enabled("cuda"):
@@ -112,6 +117,8 @@ def _on_cpu(
     out: torch.Tensor | None,
     sinks: torch.Tensor | None,
 ) -> Result:
+    from fa_cute import cpu
+
     problem = Problem.of(*qkv, mods=mods, sinks=sinks, out=out, **options._asdict())
     _refuse_out(out, qkv, mods, sinks)
     result, lse = cpu.attention(

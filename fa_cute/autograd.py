@@ -18,7 +18,6 @@ import torch
 from torch.autograd.function import FunctionCtx
 
 from fa_cute.host import backward as host
-from fa_cute.mods.derivative import differentiable, differentiate
 from fa_cute.mods.derived import taught
 from fa_cute.plan import FIXED, Extra
 
@@ -76,6 +75,8 @@ def derivative_of(mods: Mods) -> Graph | None:
     traced = mods.score_mod
     if traced is None:
         return None
+    from fa_cute.mods.derivative import differentiable, differentiate
+
     required = [at for at, tensor in enumerate(traced.captured) if tensor.requires_grad]
     return differentiate(traced.graph, frozenset(required) & differentiable(traced.graph))
 

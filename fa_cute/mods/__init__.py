@@ -1,78 +1,61 @@
-"""The modifier language: plain Python functions on scores and indices, traced to a small graph."""
+"""The modifier language: plain Python functions on scores and indices, traced to a small graph.
+
+Names are imported when they are first used: a call without mods needs the graph alone, and starts
+sooner.
+"""
 
 from __future__ import annotations
 
-from fa_cute.mods.check import Report, check
-from fa_cute.mods.compose import all_of, any_of, negate
-from fa_cute.mods.errors import ModError
-from fa_cute.mods.graph import Captured, Graph, Node
-from fa_cute.mods.trace import Traced, trace_mask_mod, trace_score_mod
-from fa_cute.mods.vocabulary import (
-    abs,
-    boolean,
-    cast,
-    ceil,
-    clamp,
-    cos,
-    dot,
-    erf,
-    exp,
-    exp2,
-    float32,
-    floor,
-    int32,
-    log,
-    log2,
-    maximum,
-    minimum,
-    round,
-    rsqrt,
-    sigmoid,
-    sign,
-    sin,
-    sqrt,
-    tanh,
-    trunc,
-    where,
-)
+import importlib
+from typing import Any
 
-__all__ = [
-    "Captured",
-    "Graph",
-    "ModError",
-    "Node",
-    "Report",
-    "Traced",
-    "abs",
-    "all_of",
-    "any_of",
-    "boolean",
-    "cast",
-    "ceil",
-    "check",
-    "clamp",
-    "cos",
-    "dot",
-    "erf",
-    "exp",
-    "exp2",
-    "float32",
-    "floor",
-    "int32",
-    "log",
-    "log2",
-    "maximum",
-    "minimum",
-    "negate",
-    "round",
-    "rsqrt",
-    "sigmoid",
-    "sign",
-    "sin",
-    "sqrt",
-    "tanh",
-    "trace_mask_mod",
-    "trace_score_mod",
-    "trunc",
-    "where",
-]
+_HOMES = {
+    "check": ("Report", "check"),
+    "compose": ("all_of", "any_of", "negate"),
+    "errors": ("ModError",),
+    "graph": ("Captured", "Graph", "Node"),
+    "trace": ("Traced", "trace_mask_mod", "trace_score_mod"),
+    "vocabulary": (
+        "abs",
+        "boolean",
+        "cast",
+        "ceil",
+        "clamp",
+        "cos",
+        "dot",
+        "erf",
+        "exp",
+        "exp2",
+        "float32",
+        "floor",
+        "int32",
+        "log",
+        "log2",
+        "maximum",
+        "minimum",
+        "round",
+        "rsqrt",
+        "sigmoid",
+        "sign",
+        "sin",
+        "sqrt",
+        "tanh",
+        "trunc",
+        "where",
+    ),
+}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+
+__all__ = list(_HOME_OF)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME_OF:
+        raise AttributeError(f"module 'fa_cute.mods' has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"fa_cute.mods.{_HOME_OF[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
