@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32
+from cutlass import Int32, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
-from fa_cute.device import lower, mma_sm90, scheduler, score, softmax
+from fa_cute.device import lower, scheduler, score
 from fa_cute.device.operand import Reuse, loader
 from fa_cute.device.scheduler import draw
 from fa_cute.kernels import fwd_sm90
@@ -52,25 +52,29 @@ class _NoOverlap(FwdSm90):
 
     @cute.jit
     def step(self, body, rings, block, needs: cutlass.Constexpr):
-        x, f, state = body.x, body.f, body.state
         v = rings.v.take()
         self.turns.wait(body.work.warpgroup)
-        mma_sm90.gemm(x.pv, f.o, f.p, f.v[None, None, None, v.index], clear=False)
+        self.add_values(body.x, body.f, v)
         k = rings.k.take()
         warpgroup.wait_group(0)
-        v.release()
         s = self.issue_scores(body, k)
         self.turns.give(body.work.warpgroup)
         blocks = self.enter_block(body, body.mods, block, None)
         warpgroup.wait_group(0)
         k.release()
         self.modify(body, blocks, s, block, needs[0])
-        s_view = mma_sm90.rows_and_columns(s)
-        softmax.exponentiate(s_view, state, self.exponent(body), first=False)
-        mma_sm90.convert(s, f.p)
-        softmax.rescale(mma_sm90.rows_and_columns(f.o), state)
-        softmax.add_up(s_view, state, first=False)
+        if const_expr(self.seeks(needs)):
+            self.sought(body, s, v)
+        else:
+            self.presumed(body, s, v)
         return rings, None
+
+
+class _Sought(FwdSm90):
+    """Every block's maximum is sought before its exponentials, and O rescaled to it."""
+
+    def seeks(self, needs):
+        return True
 
 
 class _MaskedEverywhere(FwdSm90):
@@ -85,7 +89,7 @@ class _ShortestFirst(FwdSm90):
 
     def __init__(self, plan):
         super().__init__(plan)
-        self.longest_first = False
+        self.walk.longest_first = False
 
 
 class _DrawnFirst(FwdSm90):
@@ -95,12 +99,12 @@ class _DrawnFirst(FwdSm90):
     def load(self, x, rings, buffers):
         tile, ctas = Int32(cute.arch.block_idx()[0]), cute.arch.grid_dim()[0]
         while tile < x.tiles.count:
-            place = self.place(x, tile)
-            visits = self.visits(x, place)
+            place = self.walk.place(x, tile)
+            visits = self.walk.visits(x, place)
             with rings.next.fill() as header:
                 tile = draw(x.tiles, x.counter, ctas, buffers.next[None, header.index], ())
             if visits.count > 0:
-                kv_head = place.head // self.ratio
+                kv_head = place.head // self.walk.ratio
                 load_q = loader(x.q, buffers.q, place.head, place.batch, Reuse.ONCE)
                 load_k = loader(x.k, buffers.k, kv_head, place.batch, Reuse.OFTEN)
                 load_v = loader(x.v, buffers.v, kv_head, place.batch, Reuse.OFTEN)
@@ -115,15 +119,6 @@ class _DrawnFirst(FwdSm90):
                         load_v(visits.at(i - 1).block, v)
                 with rings.v.fill() as last:
                     load_v(visits.at(visits.count - 1).block, last)
-
-
-@cute.jit
-def _rescale_if_moved(o: cute.Tensor, state: Any) -> None:
-    moved = (state.scale[0] != 1.0) | (state.scale[1] != 1.0)
-    if cute.arch.vote_any_sync(moved):
-        for r in cutlass.range_constexpr(mma_sm90.FRAGMENT_ROWS):
-            for i in cutlass.range_constexpr(cute.size(o, mode=[1])):
-                o[r, i] = o[r, i] * state.scale[r]
 
 
 def _nothing_hoisted(*graph: Any) -> Any:
@@ -151,7 +146,7 @@ CHANGES: dict[str, Change] = {
     "masked": Change("spans not apart: masks on every block", *_kernel(_MaskedEverywhere)),
     "row-order": Change("tiles not longest first", *_kernel(_ShortestFirst)),
     "draw-first": Change("next tile drawn before this one's loads", *_kernel(_DrawnFirst)),
-    "branch": Change("O rescaled only if a maximum rose", softmax, "rescale", _rescale_if_moved),
+    "sought": Change("every block's maximum sought, O rescaled", *_kernel(_Sought)),
     **{f"sections-{size}": _sections(size) for size in (16, 64, 1024)},
     "one-hint": Change("no L2 policies apart", fwd_sm90, "Reuse", _OneHint),
     "not-hoisted": Change("mods: all at the element", score, "schedule", _nothing_hoisted),

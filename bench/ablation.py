@@ -19,23 +19,19 @@ from bench.device import Meter, facts
 from bench.results import Report
 from bench.timing import Effort, Stopwatch
 
-FULL, CUT, MODDED = "128x176x2x1:24/240:t", "128x128x2x2:24/240:n", "128x128x2x2:24/240:t"
+FULL, CUT, MODDED = "128x176x2x1:24/240:n", "128x128x2x2:24/240:n", "128x128x2x2:24/240:t"
 D64, D256 = "192x128x2x2:32/160:t", "128x80x2x1:24/240:t"
 LINES = f"""
-d128 full plain 8192: {FULL} {FULL[:-1]}n {MODDED} 128x160x2x1:24/240:t 192x80x2x1:32/160:t
-d128 full plain 8192: {FULL} {FULL}@no-overlap {FULL}@branch {FULL}@one-hint
-d128 full plain 1024: {FULL} {MODDED}
-d128 causal plain 8192: {CUT} {MODDED} 128x160x2x2:24/240:n 128x176x2x1:24/240:n {CUT}@no-overlap
-d128 causal plain 8192: {CUT} {CUT}@masked {CUT}@row-order {CUT}@one-hint
-d128 causal plain 8192: {CUT} {CUT}@sections-16 {CUT}@sections-64 {CUT}@sections-1024
-d128 causal plain 1024: {CUT} {MODDED} {CUT}@row-order {CUT}@masked
-d64 full plain 8192: {D64} {D64[:-1]}n 128x128x2x2:24/240:t
-d64 full plain 8192: {D64} {D64}@no-overlap {D64}@branch
-d256 causal plain 8192: {D256} {D256[:-1]}n 128x64x2x1:24/240:t {D256}@no-overlap {D256}@row-order
-d256 causal plain 8192: {D256} {D256}@draw-first {D256}@sections-16 {D256}@sections-64
-d128 full alibi 8192: {MODDED} {MODDED[:-1]}n {FULL} {MODDED}@not-hoisted
-d128 full softcap 8192: {MODDED} {MODDED}@not-folded
-d128 full t5 8192: {MODDED} {MODDED}@not-hoisted
+d128 full plain 8192: {FULL} {FULL}@sought {FULL[:-1]}t {MODDED} {FULL}@no-overlap {FULL}@one-hint
+d128 full plain 1024: {FULL} {MODDED} {MODDED}@sought
+d128 causal plain 8192: {CUT} {CUT}@sought {MODDED} {CUT}@no-overlap {CUT}@masked
+d128 causal plain 8192: {CUT} {CUT}@row-order {CUT}@one-hint {CUT}@sections-16 {CUT}@draw-first
+d128 causal plain 1024: {CUT} {CUT}@sought {CUT}@row-order {CUT}@masked
+d64 full plain 8192: {D64} {D64}@sought {D64[:-1]}n 128x128x2x2:24/240:t {D64}@no-overlap
+d256 causal plain 8192: {D256} {D256}@sought {D256[:-1]}n {D256}@row-order {D256}@sections-16
+d128 full alibi 8192: {MODDED} {MODDED}@sought {CUT} {MODDED}@not-hoisted
+d128 full softcap 8192: {CUT} {CUT}@sought {MODDED} {CUT}@not-folded
+d128 full t5 8192: {MODDED} {MODDED}@sought {MODDED}@not-hoisted
 """
 
 

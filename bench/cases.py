@@ -7,7 +7,8 @@ so one function serves us, the oracle and FlexAttention.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -15,9 +16,12 @@ import torch
 from fa_cute.variants.softcap import softcap
 from fa_cute.variants.t5_relative_bias import t5_relative_bias
 
+from fa_cute.host.problem import FEW_KEYS, FEW_QUERIES
+
 TOKENS = 16384
 HIDDEN = 2048
 WINDOW = 1024
+DECODE_BATCH = 16
 SOFTCAP = 30.0
 OUTLIER_SHARE = 1e-3
 OUTLIER_SCALE = 10.0
@@ -37,7 +41,10 @@ class Inputs(NamedTuple):
 
 @dataclass(frozen=True)
 class Case:
-    """One row of the benchmark; ``window`` counts keys left of the diagonal (causal only)."""
+    """One row of the benchmark; ``window`` counts keys left of the diagonal (causal only).
+
+    ``queries``: their number where it is not ``seqlen``, as in decoding.
+    """
 
     head_dim: int
     seqlen: int
@@ -49,6 +56,12 @@ class Case:
     head_dim_v: int | None = None
     window: int | None = None
     dtype: str = "bfloat16"
+    queries: int | None = None
+
+    @property
+    def seqlen_q(self) -> int:
+        """Queries a head."""
+        return self.seqlen if self.queries is None else self.queries
 
     @property
     def dim_v(self) -> int:
@@ -71,7 +84,8 @@ class Case:
         heads = (
             f"h{self.heads}" if self.heads == self.heads_kv else f"h{self.heads}/{self.heads_kv}"
         )
-        return f"{dims} s{self.seqlen} b{self.batch} {heads} {self.mask} {self.variant}"
+        few = "" if self.queries is None else f"q{self.queries} "
+        return f"{dims} {few}s{self.seqlen} b{self.batch} {heads} {self.mask} {self.variant}"
 
     @property
     def pairs(self) -> float:
@@ -80,7 +94,7 @@ class Case:
         if self.window is not None:
             kept = min(self.window + 1, s)
             return kept * (kept + 1) / 2 + (s - kept) * kept
-        return s * s * (0.5 if self.causal else 1.0)
+        return self.seqlen_q * s * (0.5 if self.causal else 1.0)
 
     @property
     def flops(self) -> float:
@@ -92,8 +106,8 @@ class Case:
         dtype = getattr(torch, self.dtype)
         generator = torch.Generator(device).manual_seed(self.seqlen * 1009 + self.head_dim)
 
-        def draw(heads: int, dim: int, outliers: bool) -> torch.Tensor:
-            shape = (self.batch, self.seqlen, heads, dim)
+        def draw(heads: int, dim: int, outliers: bool, length: int) -> torch.Tensor:
+            shape = (self.batch, length, heads, dim)
             x = torch.randn(shape, generator=generator, device=device)
             if outliers:
                 far = torch.rand(shape, generator=generator, device=device) < OUTLIER_SHARE
@@ -101,9 +115,9 @@ class Case:
             return x.to(dtype)
 
         return Inputs(
-            draw(self.heads, self.head_dim, True),
-            draw(self.heads_kv, self.head_dim, True),
-            draw(self.heads_kv, self.dim_v, False),
+            draw(self.heads, self.head_dim, True, self.seqlen_q),
+            draw(self.heads_kv, self.head_dim, True, self.seqlen),
+            draw(self.heads_kv, self.dim_v, False, self.seqlen),
         )
 
     def arguments(self, device: torch.device | str = "cuda") -> dict[str, Any]:
@@ -125,6 +139,8 @@ class Case:
             "head_dim_v": self.dim_v,
             "dtype": getattr(torch, self.dtype),
             "gqa_ratio": self.heads // self.heads_kv,
+            "few_queries": self.seqlen_q <= FEW_QUERIES,
+            "few_keys": self.seqlen <= FEW_KEYS and self.seqlen_q > FEW_QUERIES,
         }
 
 
@@ -209,22 +225,25 @@ def cases(
     masks: list[str],
     variants: list[str],
     groups: list[int],
+    queries: Sequence[int] = (),
 ) -> Iterator[Case]:
-    """The grid at 16k tokens: hidden 2048, or 4096 where query heads share keys (ratio > 1)."""
-    for dim, dim_v in dims:
-        for ratio in groups:
-            heads = (HIDDEN if ratio == 1 else 2 * HIDDEN) // dim
-            for length in lengths:
-                for mask in masks:
-                    for variant in variants:
-                        yield Case(
-                            head_dim=dim,
-                            head_dim_v=dim_v,
-                            seqlen=length,
-                            batch=max(1, TOKENS // length),
-                            heads=heads,
-                            heads_kv=heads // ratio,
-                            causal=mask != "full",
-                            window=WINDOW if mask == "window" else None,
-                            variant=variant,
-                        )
+    """The grid at 16k tokens: hidden 2048, or 4096 where query heads share keys (ratio > 1).
+
+    With ``queries``, calls of so many, in batches of 16.
+    """
+    few = queries or [None]
+    for (dim, dim_v), ratio in itertools.product(dims, groups):
+        heads = (HIDDEN if ratio == 1 else 2 * HIDDEN) // dim
+        for length, number, mask, variant in itertools.product(lengths, few, masks, variants):
+            yield Case(
+                head_dim=dim,
+                head_dim_v=dim_v,
+                seqlen=length,
+                batch=DECODE_BATCH if number else max(1, TOKENS // length),
+                heads=heads,
+                heads_kv=heads // ratio,
+                causal=mask != "full",
+                window=WINDOW if mask == "window" else None,
+                variant=variant,
+                queries=number,
+            )

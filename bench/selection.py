@@ -32,6 +32,7 @@ FORWARD = Sets(
         "window": WINDOW,
         "bias": "--dims=128 --masks=full,causal --variants=plain,bias,shared-bias,bias-by-elements",
         "gqa": GQA,
+        "decode": "--dims=128 --lengths=8192 --ratios=4 --queries=1,4,16,64",
         "dims": "--dims=96,192,256,192/128 --lengths=1024,4096,8192,16384 --masks=full,causal",
     },
     [
@@ -77,6 +78,7 @@ def parser(sets: Sets = FORWARD) -> argparse.ArgumentParser:
     grid.add_argument(
         "--ratios", type=_numbers, default=[1], help="query heads a key/value head", **choose
     )
+    grid.add_argument("--queries", type=_numbers, default=[], help="fewer than keys", **choose)
     how = result.add_argument_group("how")
     how.add_argument("--peers", type=_words, default=sets.peers, help=",".join(sets.peers))
     how.add_argument("--rounds", type=int, default=5)
@@ -106,7 +108,7 @@ def selection(arguments: argparse.Namespace) -> list[Case]:
     grids = [parser(sets).parse_args(one.split()) for one in flags] or [arguments]
     found: dict[Case, None] = {}
     for grid in grids:
-        axes = (grid.dims, grid.lengths, grid.masks, grid.variants, grid.ratios)
+        axes = (grid.dims, grid.lengths, grid.masks, grid.variants, grid.ratios, grid.queries)
         found |= dict.fromkeys(cases(*axes))
     return list(found)
 

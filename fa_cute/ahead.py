@@ -22,6 +22,8 @@ from fa_cute.host.launch import Kernel, Resources
 from fa_cute.host.planning import Mods
 from fa_cute.plan import BACKWARD, FORWARD, Plan
 
+LENGTHS = {"few_queries", "few_keys"}  # the classes of lengths, as ``compile`` names them
+
 
 class CompiledAttention:
     """A kernel of one configuration, with its mods fixed: ``kernel(q, k, v)`` runs it.
@@ -82,10 +84,10 @@ class CompiledAttention:
                 "call fa_cute.attention with the mod itself, which finds the same kernel"
             )
         options = api.Options(self.plan.causal, window, scale, self.plan.return_lse, False)
-        needed = api.lookup((q, k, v), self._mods, options, sinks).kernel
+        needed = api.lookup((q, k, v), self._mods, options, sinks, self.plan.config).kernel
         if needed is not None and needed.key != self.key:
             raise ValueError(self._mismatch(needed.plan))
-        result, lse = api.on_cuda((q, k, v), self._mods, options, out, sinks)
+        result, lse = api.on_cuda((q, k, v), self._mods, options, out, sinks, self.plan.config)
         return (result, lse) if options.return_lse else result
 
     def _mismatch(self, needed: Plan) -> str:
@@ -110,6 +112,7 @@ def compile(
     window: tuple[bool, bool] = (False, False),
     gqa_ratio: int = 1,
     few_queries: bool = False,
+    few_keys: bool = False,
     score_mod: Mod = None,
     mask_mod: Mod = None,
     return_lse: bool = False,
@@ -123,12 +126,13 @@ def compile(
 
     ``window`` says which sides a call bounds; ``target`` is an architecture such as ``"sm_90a"``,
     which the host need not have; a mod is a function, or a graph that was recorded. With
-    ``block_lists`` calls give the mask as a ``MaskBlocks`` of ``plan_mask``. ``few_queries``: for
-    calls of at most 64 queries, whose heads then share tiles where they share keys. ``bias``: of a
-    recorded graph, which captured tensor of score_mod TMA loads by tiles; for a function its
-    tensors' layout says so. ``direction`` "backward": all kernels of a call that is differentiated;
-    the result is the main one's, and ``fa_cute.attention`` on tensors that require a gradient runs
-    them. ValueError for what no kernel exists for.
+    ``block_lists`` calls give the mask as a ``MaskBlocks`` of ``plan_mask``. ``few_queries`` and
+    ``few_keys`` name the class of lengths to be fast at: calls of at most 64 queries, whose heads
+    then share tiles where they share keys, and, of the others, those of at most 1,024 keys; each is
+    right at any length. ``bias``: of a recorded graph, which captured tensor of score_mod TMA loads
+    by tiles; for a function its tensors' layout says so. ``direction`` "backward": all kernels of a
+    call that is differentiated; the result is the main one's, and ``fa_cute.attention`` on tensors
+    that require a gradient runs them. ValueError for what no kernel exists for.
     """
     started = time.perf_counter()
     configuration = Configuration(
@@ -140,6 +144,7 @@ def compile(
         window=window,
         gqa_ratio=gqa_ratio,
         few_queries=few_queries,
+        few_keys=few_keys,
         score_mod=score_mod,
         mask_mod=mask_mod,
         return_lse=return_lse,
@@ -187,15 +192,17 @@ def precompile(
     """Fill the cache on disk with the kernels of many ``compile`` arguments, in parallel.
 
     ``workers`` processes (the number of cores by default) compile what is not on disk yet, each
-    kernel once. ``progress(done, total, result)`` is called after each. Wrong arguments are
+    kernel once; that of each class of lengths (``few_queries``, ``few_keys``) where arguments name
+    neither. ``progress(done, total, result)`` is called after each. Wrong arguments are
     ValueErrors before anything compiles; a compile that fails is an ``error`` in its result.
     """
     if cache.opened() is None:
         raise ValueError("precompile fills the cache on disk, which is switched off or unusable")
     plans = {}
     for arguments in configurations:
-        for plan in Configuration(**arguments).plans()[0]:
-            plans[compiling.key_of(compiling.key_parts(plan))] = plan
+        for lengths in [{}] if LENGTHS & arguments.keys() else [{}, *({n: True} for n in LENGTHS)]:
+            for plan in Configuration(**arguments, **lengths).plans()[0]:
+                plans[compiling.key_of(compiling.key_parts(plan))] = plan
     queue, results = list(plans.items()), {}
     guard = threading.Lock()
 

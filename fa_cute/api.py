@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -21,7 +22,7 @@ from fa_cute.host.planning import NO_MODS, Mods, make_plan
 from fa_cute.host.problem import ALIGNMENT, Problem, allocate, check_out, kernel_ready
 from fa_cute.host.target import current_target, is_hosted, sm_count
 from fa_cute.host.workspace import counter, tensor_memory
-from fa_cute.plan import Extra, Io, Launch
+from fa_cute.plan import Extra, FwdConfig, Io, Launch
 
 if TYPE_CHECKING:
     from fa_cute.host.blocks import MaskBlocks
@@ -149,12 +150,13 @@ def on_cuda(
     options: Options,
     out: torch.Tensor | None,
     sinks: torch.Tensor | None,
+    config: FwdConfig | None = None,
 ) -> Result:
     """A call on CUDA tensors: (out, lse), recorded for autograd where an input requires it."""
     if not autograd.wants_gradient(qkv, sinks, mods.captured):
-        return on_gpu(lookup(qkv, mods, options, sinks), qkv, mods, out, sinks)
+        return on_gpu(lookup(qkv, mods, options, sinks, config), qkv, mods, out, sinks)
     _refuse_out(out, qkv, mods, sinks)
-    prepared = lookup(qkv, mods, options._replace(return_lse=True), sinks)
+    prepared = lookup(qkv, mods, options._replace(return_lse=True), sinks, config)
     deterministic = options.deterministic or torch.are_deterministic_algorithms_enabled()
     derivative = autograd.derivative_of(mods)
     plans = None
@@ -233,9 +235,16 @@ def on_gpu(
 
 
 def lookup(
-    qkv: Inputs, mods: Mods, options: Options, sinks: torch.Tensor | None = None
+    qkv: Inputs,
+    mods: Mods,
+    options: Options,
+    sinks: torch.Tensor | None = None,
+    config: FwdConfig | None = None,
 ) -> Prepared:
-    """The prepared call for these facts, made and checked the first time."""
+    """The prepared call for these facts, made and checked the first time.
+
+    ``config``: the row to take instead of the one for the call's class of lengths.
+    """
     q, k, v = qkv
     try:
         key = (
@@ -249,23 +258,33 @@ def lookup(
             key += () if mods.blocks is None else mods.blocks.tile
         if sinks is not None:
             key += ("sinks", sinks.shape, sinks.dtype, sinks.device)
+        if config is not None:
+            key += (config,)
         prepared = _prepared.get(key)
     except (AttributeError, TypeError):
         # A list for the window, or no tensor at all: the checks below accept it or say what it is.
-        return _prepare(qkv, mods, options, sinks)
+        return _prepare(qkv, mods, options, sinks, config)
     if prepared is None:
-        prepared = _prepare(qkv, mods, options, sinks)
+        prepared = _prepare(qkv, mods, options, sinks, config)
         if len(_prepared) >= PREPARED_LIMIT:
             _prepared.clear()
         _prepared[key] = prepared
     return prepared
 
 
-def _prepare(qkv: Inputs, mods: Mods, options: Options, sinks: torch.Tensor | None) -> Prepared:
+def _prepare(
+    qkv: Inputs,
+    mods: Mods,
+    options: Options,
+    sinks: torch.Tensor | None,
+    config: FwdConfig | None,
+) -> Prepared:
     problem = Problem.of(*qkv, mods=mods, sinks=sinks, **options._asdict())
     if problem.empty:
         return Prepared(problem, None, None, ready=True, sign=1)
     plan = make_plan(problem, mods, current_target(problem.device))
+    if config is not None:
+        plan = replace(plan, config=config)
     sign, scale = positive_scale(problem.scale)
     left, right = (0 if bound is None else bound for bound in problem.window)
     launch = Launch(scale, left, right, sm_count(problem.device), None)

@@ -36,6 +36,7 @@ class Configuration:
     window: tuple[bool, bool] = (False, False)
     gqa_ratio: int = 1
     few_queries: bool = False
+    few_keys: bool = False
     score_mod: Mod = None
     mask_mod: Mod = None
     return_lse: bool = False
@@ -113,6 +114,7 @@ class Configuration:
             head_dim_v=self.head_dim if self.head_dim_v is None else self.head_dim_v,
             gqa_ratio=_ratio(self.gqa_ratio),
             few_queries=bool(self.few_queries),
+            few_keys=bool(self.few_keys),
             causal=bool(self.causal),
             window=_window(self.window, self.causal),
             return_lse=bool(self.return_lse),
@@ -130,6 +132,7 @@ class _Asked:
     head_dim_v: int
     gqa_ratio: int
     few_queries: bool
+    few_keys: bool
     causal: bool
     window: tuple[int | None, int | None]
     return_lse: bool
@@ -213,7 +216,8 @@ def load(path: str | Path) -> list[dict[str, Any]]:
     rows = json.loads(Path(path).read_text())
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
         raise ValueError(f"{path} holds no list of configurations")
-    return [Configuration(**{k: _value(k, v) for k, v in row.items()}).arguments() for row in rows]
+    rows = [{k: _value(k, v) for k, v in row.items()} for row in rows]
+    return [{k: Configuration(**row).arguments()[k] for k in row} for row in rows]
 
 
 def _data(name: str, value: Any) -> Any:

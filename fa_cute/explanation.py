@@ -14,7 +14,7 @@ from fa_cute.host.blocks import MaskBlocks, plan_mask
 from fa_cute.host.given_mask import as_mask_mod
 from fa_cute.host.launch import Resources
 from fa_cute.host.planning import Mods, by_tiles, make_plan
-from fa_cute.host.problem import Problem, described, layout_is_ready
+from fa_cute.host.problem import FEW_KEYS, FEW_QUERIES, Problem, described, layout_is_ready
 from fa_cute.host.target import current_target
 from fa_cute.mods.affine import ranges_of
 from fa_cute.mods.intervals import EMPTY
@@ -77,7 +77,7 @@ def explain(
         lines.append("kernel: none; nothing to compute, out is 0 and lse -inf or the sinks")
     else:
         plan = make_plan(problem, mods, target or current_target(problem.device))
-        lines += [*_plan_lines(plan), *_bias_lines(mods, plan)]
+        lines += [*_plan_lines(plan), _lengths_line(problem, plan), *_bias_lines(mods, plan)]
         lines += _copy_lines(q, k, v)
         tile = (plan.config.tile_m, plan.config.tile_n)
     mask = _hidden(mods.score_mod) if mask_mod is None and mods.score_mod else mask_mod
@@ -136,8 +136,9 @@ def _plan_lines(plan: Plan) -> Iterator[str]:
     yield f"cache: {_cache_state(plan, key)}"
     yield (
         "another kernel: for another dtype, head dim, ratio of heads, causal, side of the window, "
-        "mod or number that it captures, lse or sinks or not; none for lengths, batch, strides, "
-        "scale, sizes of the window or contents of captured tensors"
+        "mod or number that it captures, lse or sinks or not, and class of lengths (few queries, "
+        "few keys); none for other lengths, batch, strides, scale, sizes of the window or contents "
+        "of captured tensors"
     )
 
 
@@ -156,6 +157,17 @@ def _bias_lines(mods: Mods, plan: Plan) -> Iterator[str]:
                 f"{name}, is read by elements: TMA needs a last stride of 1, the address and other "
                 f"strides on 16 bytes, and they are {tensor.stride()}"
             )
+
+
+def _lengths_line(problem: Problem, plan: Plan) -> str:
+    """The call's class of lengths, and whether it has a kernel of its own."""
+    said = "more queries and keys than those of a class"
+    if problem.few_queries:
+        said = f"at most {FEW_QUERIES} queries"
+    elif problem.few_keys:
+        said = f"at most {FEW_KEYS:,} keys"
+    own = plan.few_queries or plan.few_keys
+    return f"lengths: {said}; " + ("a kernel for these" if own else "the kernel for any lengths")
 
 
 def _hopper(config: FwdConfig) -> tuple[str, str]:

@@ -25,7 +25,7 @@ class FwdConfig:
     ``kv_stages`` slots in each of the K and the V ring, ``q_stages`` in Q's; registers a thread as
     ``setmaxnreg`` sets them, for the producer's warpgroup and for each consumer's. ``ping_pong``:
     consumers issue their products in strict turns. ``packed``: the query heads that share a
-    key/value head are rows of one tile (short Sq).
+    key/value head are rows of one tile (short Sq). ``few_keys``: chosen for a short Sk.
     """
 
     tile_m: int
@@ -36,6 +36,7 @@ class FwdConfig:
     consumer_registers: int
     ping_pong: bool = True
     packed: bool = False
+    few_keys: bool = False
 
     @property
     def consumers(self) -> int:
@@ -192,6 +193,11 @@ class Plan:
     def few_queries(self) -> bool:
         """Whether query heads share tiles, as suits a short Sq."""
         return getattr(self.config, "packed", False)
+
+    @property
+    def few_keys(self) -> bool:
+        """Whether the row is one for a short Sk."""
+        return getattr(self.config, "few_keys", False)
 
     @property
     def width(self) -> int:

@@ -25,7 +25,14 @@ def calls(row: Row) -> list[tuple[str, bool, bool]]:
     return [
         (dtype, cut, modified)
         for dtype, cut, modified in ways
-        if fwd_sm90(*row.head_dims, cut=cut, modified=modified, dtype=dtype) is row.config
+        if fwd_sm90(
+            *row.head_dims,
+            cut=cut,
+            modified=modified,
+            dtype=dtype,
+            few_keys=row.config.few_keys,
+        )
+        is row.config
     ]
 
 
@@ -97,6 +104,7 @@ def test_no_row_spills_or_serialises(at: int) -> None:
         score_mod=(lambda s, b, h, q, kv: 30 * torch.tanh(s / 30)) if modified else None,
         return_lse=True,
         sinks=True,
+        few_keys=row.config.few_keys,
         target="sm_90a",
     )
     assert kernel.plan.config == row.config

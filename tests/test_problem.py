@@ -240,9 +240,27 @@ def test_a_plan_holds_static_facts_only() -> None:
     assert len({key(), *(key(**changes) for changes in different)}) == 1 + len(different)
 
 
-def test_query_heads_share_a_tile_where_queries_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fa_cute.host.problem.FEW_QUERIES", 64)
+def test_lengths_choose_a_kernel_by_their_class_alone() -> None:
+    """Few queries, few keys, more: within a class no length does."""
 
+    def key(queries: int, keys: int, ratio: int) -> str:
+        asked = problem(
+            q=half(1, queries, ratio, 128),
+            k=half(1, keys, 1, 128),
+            v=half(1, keys, 1, 128),
+            target="sm_90a",
+        )
+        return make_plan(asked, NO_MODS, "sm_90a").key
+
+    for ratio in (1, 8):
+        decoding = {key(queries, keys, ratio) for queries in (1, 64) for keys in (1, 1024, 9000)}
+        short = {key(queries, keys, ratio) for queries in (65, 5000) for keys in (1, 100, 1024)}
+        longer = {key(queries, keys, ratio) for queries in (65, 5000) for keys in (1025, 9000)}
+        assert len(decoding) == len(short) == len(longer) == 1
+        assert short != longer and (decoding == longer) == (ratio == 1)
+
+
+def test_query_heads_share_a_tile_where_queries_are_few() -> None:
     def packed(queries: int, heads: int, mods: Mods = NO_MODS, **options: Any) -> bool:
         asked = problem(q=half(B, queries, heads, D), mods=mods, target="sm_90a", **options)
         return make_plan(asked, mods, "sm_90a").config.packed

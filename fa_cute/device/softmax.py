@@ -2,14 +2,21 @@
 
 Per row, with c = scale x log2 e (log2 e alone after a score_mod), over the blocks j visited so far:
 
-    m_j = max(m_{j-1}, max_kv S)            p = exp2(c S - c m_j)
-    l_j = l_{j-1} exp2(c (m_{j-1} - m_j)) + sum p        O likewise
+    p = exp2(c S - c m)        l += sum p        O += P V        m: some score of the row
 
-* A row that has seen nothing keeps m = -inf; the exponent then uses 0 in its place, locally, so
+* Any m serves that keeps p, l and O in their range: both l and O are relative to it. So a block
+  **presumes** that the m of the blocks before it still does: no maximum is sought, O is not
+  rescaled, and the exponentials begin as soon as S is there. A thread's part of sum p says
+  afterwards whether that held: bf16 and fp32 bear 2^64, fp16 2^14. Where it did not, the warp
+  **raises** m to the row's maximum, rescales l and O, and computes P once more; so it does for rows
+  that have seen nothing (m = -inf makes their sums infinite or NaN). That costs about one more
+  block, and happens where scores rise by 44 (fp16: 9.7) above those of the blocks before.
+* The first block of a tile and those that bounds cut seek their maximum before (``exponentiate``).
+  A row that has seen nothing keeps m = -inf; the exponent then uses 0 in its place, locally, so
   that exp2(-inf - 0) = 0 and the stored maximum stays -inf for the next block.
-* O is rescaled in every block, without a branch. Skipping it while the maximum rises by less than
-  log2 256 saves 64 FMUL a block, but the branch keeps the conversions of P, which follow it, from
-  filling the gaps between the exponentials: 658 against 664 TFLOP/s (128 x 176, d128, S8k).
+* A row's bits depend on that row alone: in a warp that raises, rows that held keep m.
+* P of the largest score is 1 only if m is that score. Else it is rounded like every other, so where
+  one key has nearly all the weight the output is off by up to 2^-9 more, relative (bf16).
 * l is kept by thread (each has a quarter of a row's columns) and summed over the quad once, at the
   end.
 """
@@ -23,14 +30,17 @@ from typing import Any
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32
-from cutlass._mlir.dialects import arith, llvm
+from cutlass._mlir import ir
+from cutlass._mlir.dialects import arith, llvm, vector
 from cutlass._mlir.dialects import math as math_dialect
 
 from fa_cute.device import emit
-from fa_cute.device.mma_sm90 import FRAGMENT_ROWS, Pieces, by_row
+from fa_cute.device.mma_sm90 import FRAGMENT_ROWS, PIECE, Pieces, by_row
 
 LOG2_E = math.log2(math.e)
 LN_2 = math.log(2.0)
+# A thread's sum of P, and so each P, and what P V adds for values up to 2^63: none overflows.
+LARGEST = {cutlass.BFloat16: 2.0**64, cutlass.Float16: 2.0**14}
 
 
 def exp2(x: Float32) -> Float32:
@@ -39,12 +49,13 @@ def exp2(x: Float32) -> Float32:
 
 
 class RowState:
-    """Maximum, sum and the last rescaling factor of a thread's rows, in registers."""
+    """Maximum, sum, last rescaling factor of a thread's rows, and what a block adds to the sum."""
 
     def __init__(self) -> None:
         self.maximum = cute.make_rmem_tensor(FRAGMENT_ROWS, Float32)
         self.sum = cute.make_rmem_tensor(FRAGMENT_ROWS, Float32)
         self.scale = cute.make_rmem_tensor(FRAGMENT_ROWS, Float32)
+        self.added = cute.make_rmem_tensor(FRAGMENT_ROWS, Float32)
 
 
 def _reduce(values: list, combine: Any) -> list[Float32]:
@@ -94,6 +105,83 @@ def exponentiate(s: cute.Tensor, state: RowState, c: Float32, *, first: bool) ->
     for number, value in enumerate(values):
         exponent = math_dialect.fma(value, factor, shift)
         pieces.store(number, math_dialect.exp2(exponent, fastmath=arith.FastMathFlags.fast))
+
+
+def presume(s: cute.Tensor, p: cute.Tensor, state: RowState, c: Float32) -> None:
+    """P, rounded, from S under the maximum of the blocks before; its sums to ``state.added``.
+
+    ``s``, ``p``: fragments in the accumulator's order. ``settle`` must follow.
+    """
+    shift = by_row([-(state.maximum[r] * c) for r in range(FRAGMENT_ROWS)])
+    _powers(s, p, state, (by_row([c, c]), shift), None)
+
+
+@cute.jit
+def settle(s: cute.Tensor, p: cute.Tensor, o: cute.Tensor, state: RowState, c: Float32):
+    """Take what ``presume`` added into the sums; if it is too large, after raising the maximum."""
+    if ~cute.arch.vote_all_sync(_borne(state.added[0] + state.added[1], p)):
+        _raise(s, p, o, state, c)
+    _take(state)
+
+
+def _powers(
+    s: cute.Tensor, p: cute.Tensor, state: RowState, terms: tuple[Any, Any], kept: Any
+) -> None:
+    """P = exp2(factor S + shift) by ``terms``, except in the rows of the words ``kept``."""
+    factor, shift = terms
+    rounded = Pieces(p)
+    kind = ir.VectorType.get([PIECE], p.element_type.mlir_type)
+    total = None
+    for number, scores in enumerate(Pieces(s).all()):
+        exponent = math_dialect.fma(scores, factor, shift)
+        power = math_dialect.exp2(exponent, fastmath=arith.FastMathFlags.fast)
+        words = arith.truncf(kind, power)
+        if kept is not None:
+            # So that P is used on this path too: else the compiler moves its conversion behind the
+            # branch, with a register for each p until there (d64: 180 bytes spilled).
+            words = _mixed(kept, rounded.load(number), words)
+        rounded.store(number, words)
+        # Four chains, not eight: four registers less (128 x 176, d128: 12 bytes spilled).
+        half = arith.addf(emit.part(power, 0, PIECE // 2), emit.part(power, PIECE // 2, PIECE // 2))
+        total = half if total is None else arith.addf(total, half)
+    lanes = emit.lanes_in(total)
+    for r in range(FRAGMENT_ROWS):
+        state.added[r] = Float32(arith.addf(lanes[2 * r], lanes[2 * r + 1]))
+
+
+def _mixed(kept: Any, old: Any, new: Any) -> Any:
+    """The piece ``old`` in the 32-bit words where ``kept`` is true, else ``new``."""
+    words = ir.VectorType.get([PIECE // 2], emit.integer(32))
+    old, kind, new = vector.bitcast(words, old), new.type, vector.bitcast(words, new)
+    return vector.bitcast(kind, arith.select(kept, old, new))
+
+
+def _borne(total: Float32, p: cute.Tensor) -> Any:
+    return total <= LARGEST[p.element_type]
+
+
+def _take(state: RowState) -> None:
+    for r in range(FRAGMENT_ROWS):
+        state.sum[r] = state.sum[r] + state.added[r]
+
+
+def _raise(s: cute.Tensor, p: cute.Tensor, o: cute.Tensor, state: RowState, c: Float32) -> None:
+    """The rows whose sums were too large take their maximum, and with it l, O and P."""
+    tops = _reduce(Pieces(s).all(), llvm.intr_maxnum)
+    shifts, kept = [], []
+    for r in range(FRAGMENT_ROWS):
+        held = _borne(_across_quad(state.added[r], cute.arch.fmax), p)
+        top = cute.arch.fmax(state.maximum[r], _across_quad(tops[r], cute.arch.fmax))
+        maximum = cutlass.select_(held, state.maximum[r], top)
+        finite = cutlass.select_(maximum == -Float32.inf, Float32(0.0), maximum)
+        state.scale[r] = exp2((state.maximum[r] - finite) * c)
+        state.sum[r] = state.sum[r] * state.scale[r]
+        state.maximum[r] = maximum
+        shifts.append(-finite * c)
+        kept.append(held.ir_value())
+    words = emit.gathered(kept * (PIECE // 4), PIECE // 2)
+    _powers(s, p, state, (by_row([c, c]), by_row(shifts)), words)
+    rescale(o, state)
 
 
 def add_up(s: cute.Tensor, state: RowState, *, first: bool) -> None:

@@ -1,9 +1,11 @@
 """The tuned rows: which tile, how many stages and registers, for which kind of forward.
 
 A row is chosen by static facts alone (head dims, whether a bound cuts tiles, whether a mod adds
-registers to the softmax), never by lengths. Of the rows whose head dims hold the call's, those of
-the narrowest are looked at, and the first that fits is taken: other head dims are padded inside the
-kernel. Each row says why it is there; a row without a measurement says so.
+registers to the softmax), and of lengths by their class alone: a row whose config says ``few_keys``
+is for calls of at most ``problem.FEW_KEYS`` keys, the others are for any. Of the rows whose head
+dims hold the call's, those of the narrowest are looked at, and the first that fits is taken: other
+head dims are padded inside the kernel. Each row says why it is there; a row without a measurement
+says so.
 
 Register arithmetic on sm_90: ``128 * (producer + consumers * consumer)`` must not pass what the CTA
 is launched with (``plan.register_pool``: 64,512 with two consumers, 65,536 with three).
@@ -13,6 +15,7 @@ and of V.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import chain
 from typing import NamedTuple
@@ -44,44 +47,50 @@ FWD_SM90: tuple[Row, ...] = (
         (128, 128),
         False,
         False,
+        FwdConfig(128, 128, 2, 2, 24, 240, few_keys=True),
+        "S1k full: 676 TFLOP/s, without turns 670; 128 x 176 649, FA3 634",
+    ),
+    Row(
+        (128, 128),
+        False,
+        False,
         FwdConfig(128, 176, 2, 1, 24, 240),
-        "S8k full: 658 TFLOP/s, 128 x 128 644, 128 x 160 654; 209 KiB, so one stage of Q",
+        "S8k full, two cards: 718, 710 TFLOP/s, without turns 725, 695; 128 x 128 715, 705",
     ),
     Row(
         (128, 128),
         None,
         True,
         FwdConfig(128, 128, 2, 2, 24, 240),
-        "ALiBi S8k: 630 TFLOP/s, without turns 548; softcap 552, 128 x 160 543",
+        "ALiBi S8k: 678 TFLOP/s, without turns 579; T5 612, 128 x 144 624; softcap 547 and 568",
     ),
     Row(
         (128, 128),
         None,
         None,
         FwdConfig(128, 128, 2, 2, 24, 240, ping_pong=False),
-        "S1k causal: 473 TFLOP/s, 128 x 160 438, 128 x 176 434; S8k 645, with turns 639",
+        "S8k causal: 717 TFLOP/s, with turns 712, FA3 685; S1k 529 with and without, FA3 499",
     ),
     Row(
         (64, 64),
         None,
         True,
-        FwdConfig(192, 112, 2, 2, 32, 160),
-        "192 x 128 spills 96 bytes with softcap; two consumers of 128 x 128 are a quarter slower",
+        FwdConfig(192, 96, 2, 2, 32, 160),
+        "not measured; 192 x 112 spills 16 bytes with a document mask, 192 x 128 536",
     ),
     Row(
         (64, 64),
-        None,
-        None,
-        FwdConfig(192, 112, 2, 2, 32, 160),
-        "192 x 128 spills 20 bytes in fp16 when causal, 48 with a left bound and sinks",
-        "float16",
+        True,
+        False,
+        FwdConfig(128, 128, 2, 2, 24, 240, ping_pong=False, few_keys=True),
+        "S1k causal: 377 TFLOP/s, with turns 368; 192 x 128 339, FA3 306; but S2k 433 and 469",
     ),
     Row(
         (64, 64),
         None,
         None,
         FwdConfig(192, 128, 2, 2, 32, 160),
-        "S8k full: 543 TFLOP/s, 128 x 128 418, 128 x 192 408; three consumers, 160 registers",
+        "S8k full: 620 TFLOP/s, without turns 580, FA3 548; causal 588 and 576, FA3 522",
     ),
     Row(
         (96, 96),
@@ -94,15 +103,15 @@ FWD_SM90: tuple[Row, ...] = (
         (96, 96),
         None,
         None,
-        FwdConfig(128, 192, 2, 1, 24, 240),
-        "S8k causal 540 TFLOP/s, full 619; 192 x 96 530, 611; 128 x 128 507, 587",
+        FwdConfig(192, 96, 2, 2, 32, 160),
+        "S8k causal 670 TFLOP/s, full 704; 128 x 192 613, 629, FA3 563, 622",
     ),
     Row(
         (192, 128),
         None,
         None,
-        FwdConfig(128, 128, 2, 1, 24, 240, ping_pong=False),
-        "S8k causal 676 TFLOP/s, with turns 668; full 728 and 734; 210 KiB, so one stage of Q",
+        FwdConfig(128, 128, 2, 1, 24, 240),
+        "S8k causal 728 TFLOP/s, without turns 717; full 749 and 725; FA3 686 and 685; 210 KiB",
     ),
     Row(
         (192, 192),
@@ -116,7 +125,7 @@ FWD_SM90: tuple[Row, ...] = (
         None,
         None,
         FwdConfig(128, 112, 2, 1, 24, 240),
-        "S8k causal 714 TFLOP/s, full 776; 128 x 96 712; 218 KiB, 128 x 128 would be 246",
+        "S8k causal 696 TFLOP/s, without turns 694, FA3 683; 218 KiB, 128 x 128 would be 246",
     ),
     Row(
         (256, 256),
@@ -130,7 +139,7 @@ FWD_SM90: tuple[Row, ...] = (
         None,
         None,
         FwdConfig(128, 80, 2, 1, 24, 240),
-        "S8k causal 660 TFLOP/s, full 719; 128 x 64 638; 226 of 227 KiB",
+        "S8k causal 720 TFLOP/s, full 759, without turns 720, 750; FA3 720, 740; 226 of 227 KiB",
     ),
 )
 
@@ -244,10 +253,20 @@ FWD_SM100_PAIRS: tuple[Row, ...] = (
 
 
 def fwd_sm90(
-    head_dim: int, head_dim_v: int, *, cut: bool, modified: bool, dtype: str = "bfloat16"
+    head_dim: int,
+    head_dim_v: int,
+    *,
+    cut: bool,
+    modified: bool,
+    dtype: str = "bfloat16",
+    few_keys: bool = False,
 ) -> FwdConfig:
-    """The configuration of a forward on sm_90; ValueError says which head dims have one."""
-    return _first(FWD_SM90, (head_dim, head_dim_v), cut, modified, dtype)
+    """The configuration of a forward on sm_90; ValueError says which head dims have one.
+
+    ``few_keys``: the call is in that class of lengths (see above).
+    """
+    table = [row for row in FWD_SM90 if few_keys or not row.config.few_keys]
+    return _first(table, (head_dim, head_dim_v), cut, modified, dtype)
 
 
 def fwd_sm90_biased(head_dim: int, head_dim_v: int, dtype: str) -> FwdConfig:
@@ -266,7 +285,7 @@ def fwd_sm100(
 
 
 def _first(
-    table: tuple[Row, ...], head_dims: tuple[int, int], cut: bool, modified: bool, dtype: str
+    table: Sequence[Row], head_dims: tuple[int, int], cut: bool, modified: bool, dtype: str
 ) -> FwdConfig | FwdSm100Config:
     head_dim, head_dim_v = head_dims
     if not takes(head_dim, head_dim_v):

@@ -140,6 +140,7 @@ def plan_by_elements(problem: Problem, mods: Mods, target: str) -> Plan:
         cut=problem.causal or any(window),
         modified=score_mod is not None or mask_mod is not None,
         dtype=dtype,
+        **({"few_keys": problem.few_keys} if CONFIGS[target] is configs.fwd_sm90 else {}),
     )
     bare = not any((score_mod, mask_mod, problem.sinks))
     if bare and problem.few_queries and packs(problem.gqa_ratio, config):

@@ -32,11 +32,13 @@ MAX_LENGTH = 2**30
 MAX_ROWS = 2**31 - 1
 LARGEST_FLOAT32 = 3.4028234663852886e38
 
+# The classes of lengths, the only thing about lengths that chooses a kernel. In calls of at most so
+# many queries, query heads that share keys share tiles, if nothing else needs the rows apart. 64 is
+# half of the smallest tile.
+FEW_QUERIES = 64
+# Calls of at most so many keys take rows whose blocks divide them, where the table has such rows.
+FEW_KEYS = 1024
 # TMA reads 16 bytes at a time: addresses and strides (in bytes) are multiples of this.
-# Calls of at most this many queries pack heads into tiles by themselves. 64, half of the smallest
-# tile, is where it pays; 0 (only `compile(few_queries=True)` packs) until test_packed has run on a
-# device with the stores of today.
-FEW_QUERIES = 0
 ALIGNMENT = 16
 WIDE_INTEGERS = (torch.int64, torch.uint32)
 
@@ -128,6 +130,14 @@ class Problem:
     def few_queries(self) -> bool:
         """Whether a tile of queries would be at most half full, and query heads may share one."""
         return self.seqlen_q <= FEW_QUERIES
+
+    @property
+    def few_keys(self) -> bool:
+        """Whether a last block that is not full is a large part of the work.
+
+        Not where queries are few: a decoding loop keeps its kernel while its keys grow.
+        """
+        return self.seqlen_k <= FEW_KEYS and not self.few_queries
 
     @property
     def bounds(self) -> Bounds:

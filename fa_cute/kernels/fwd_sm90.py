@@ -1,9 +1,9 @@
 """Attention forward on Hopper: O = softmax(mod(scale Q K^T)) V, one tile of queries after another.
 
-One producer warp, and ``tile_m / 64`` consumer warpgroups of 64 rows each. Within a consumer S of
-the next block is multiplied while the softmax of this one runs (it is issued before P V, so that
-both are in flight at once); between consumers, turns keep one on the tensor cores while the other
-is on the exponentials:
+One producer warp, and ``tile_m / 64`` consumer warpgroups of 64 rows each. A consumer issues S of a
+block together with P V of the one before; its exponentials follow when both are there, and presume
+the row's maximum (``device/softmax.py``). Meanwhile the others multiply; where it pays, turns keep
+one on the tensor cores while another is on the exponentials:
 
     load        next K0 Q K1 V0 K2 V1 ...     (a bias' box follows its K in a ring of its own)
     consumer 0  [S0] exp [S1 PV0]......exp [S2 PV1]......exp      [PVn] O/l, store
@@ -119,16 +119,11 @@ class Operands:
 
 
 class Work(NamedTuple):
-    """A consumer's share of a tile: the tile, its warpgroup, its thread of 128, its first row.
-
-    ``sink``: the logit that the head adds to every row's softmax, or None.
-    """
+    """A consumer's share of a tile: the tile, its warpgroup, its thread of 128."""
 
     place: Place
     warpgroup: Int32
     thread: Int32
-    row: Int32
-    sink: Float32 | None
 
 
 class Fragments(NamedTuple):
@@ -148,7 +143,6 @@ class Sweep:
     x: Operands
     f: Fragments
     state: softmax.RowState
-    limit: mask.Limits
     mods: Mods
     work: Work
     q: Any
@@ -349,15 +343,14 @@ class FwdSm90:
             else:
                 walk = self.walk.spans(x.bounds, place)
                 count = walk.end - walk.begin
-            row = place.block * self.config.tile_m + group * mma_sm90.ROWS
-            sink = x.extra.sinks[place.head] if const_expr(self.plan.sinks) else None
-            work = Work(place, group, thread, row + mma_sm90.row_of(thread), sink)
-            entered = (mods, (place.batch, place.head), row)
+            work = Work(place, group, thread)
+            entered = (mods, (place.batch, place.head), self.first_row(work))
             if const_expr(self.sees_some):
                 rings = self.attend(x, rings, buffers, (work, modifiers.enter(*entered)), walk)
             elif count > 0:
                 rings = self.attend(x, rings, buffers, (work, modifiers.enter(*entered)), walk)
             else:
+                sink = self.sink(x, place)
                 log = -Float32.inf if const_expr(sink is None) else sink
                 self.store(x, work, None, [log] * mma_sm90.FRAGMENT_ROWS)
             if const_expr(not self.walk.noted):
@@ -372,6 +365,10 @@ class FwdSm90:
             scratch = score.Scratch(own, self.own_barrier(group))
         return modifiers.of(graphs, x.extra or Extra(), x.scale, self.fragment, scratch)
 
+    def sink(self, x: Operands, place: Place) -> Float32 | None:
+        """The logit that the head adds to every row's softmax, or None."""
+        return x.extra.sinks[place.head] if self.plan.sinks else None
+
     def own_barrier(self, group: Int32) -> Int32:
         """The named barrier of a consumer warpgroup's 128 threads."""
         return TURNS + self.config.consumers + group
@@ -383,14 +380,13 @@ class FwdSm90:
         ``walk`` is the tile's KvSpans; where the producer's notes name the blocks, their number.
         """
         work, mods = share
+        for ring in (rings.q, rings.k, rings.v):
+            ring.made_uniform()
         f = self.fragments(x, buffers, work.warpgroup)
         state = softmax.RowState()
-        limit = mask.limits(x.bounds, work.row, 2 * (work.thread % 4), self.walk.group)
         f.o.fill(0.0)
         q = rings.q.take()
-        body = Sweep(
-            x, f, state, limit, mods, work, q, buffers.notes, self.reader(x, buffers, work)
-        )
+        body = Sweep(x, f, state, mods, work, q, buffers.notes, self.reader(x, buffers, work))
         k = rings.k.take()
         s = self.issue_scores(body, k)
         block, whole = self.noted(body, k) if const_expr(self.walk.noted) else (walk.last, None)
@@ -419,7 +415,8 @@ class FwdSm90:
         self.add_values(x, f, v)
         warpgroup.wait_group(0)
         v.release()
-        logs = softmax.finish(mma_sm90.rows_and_columns(f.o), state, self.exponent(body), work.sink)
+        o_view, sink = mma_sm90.rows_and_columns(f.o), self.sink(x, work.place)
+        logs = softmax.finish(o_view, state, self.exponent(body), sink)
         self.store(x, work, f.o, logs)
         return rings
 
@@ -451,7 +448,7 @@ class FwdSm90:
 
         ``needs``: the bounds, the mask_mod. A ``block`` of None is named by K's note.
         """
-        x, f, state = body.x, body.f, body.state
+        x, f = body.x, body.f
         k = rings.k.take()
         self.turns.wait(body.work.warpgroup)
         s = self.issue_scores(body, k)
@@ -467,6 +464,20 @@ class FwdSm90:
         k.release()
         self.modify(body, blocks, s, block, edge)
         self.free(body, bias, False)
+        if const_expr(self.seeks(needs)):
+            self.sought(body, s, v)
+        else:
+            self.presumed(body, s, v)
+        return rings, whole
+
+    def seeks(self, needs: tuple[bool, bool]) -> bool:
+        """Whether a block's maximum is sought before its exponentials: where rows may be new."""
+        edge, masked = needs
+        return edge or (self.walk.noted and masked)
+
+    def sought(self, body: Sweep, s: cute.Tensor, v: Any) -> None:
+        """P of a block under its own maximum; O rescaled to it."""
+        f, state = body.f, body.state
         s_view = mma_sm90.rows_and_columns(s)
         softmax.exponentiate(s_view, state, self.exponent(body), first=False)
         warpgroup.wait_group(0)
@@ -475,7 +486,15 @@ class FwdSm90:
         mma_sm90.convert(s, f.p)
         softmax.rescale(mma_sm90.rows_and_columns(f.o), state)
         softmax.add_up(s_view, state, first=False)
-        return rings, whole
+
+    def presumed(self, body: Sweep, s: cute.Tensor, v: Any) -> None:
+        """P of a block under the maximum of those before, unless its sums tell otherwise."""
+        f, state, c = body.f, body.state, self.exponent(body)
+        # P overwrites what the last P V reads.
+        warpgroup.wait_group(0)
+        v.release()
+        softmax.presume(s, f.p, state, c)
+        softmax.settle(s, f.p, mma_sm90.rows_and_columns(f.o), state, c)
 
     def reader(self, x: Operands, buffers: Buffers, work: Work) -> Reader | None:
         """What this thread reads of the bias' boxes, or None."""
@@ -507,9 +526,19 @@ class FwdSm90:
         if blocks.score is not None:
             blocks.score.score(s_view)
         if edge:
-            mask.apply(s_view, body.limit, block * self.config.tile_n)
+            mask.apply(s_view, self.limits(body), block * self.config.tile_n)
         if blocks.mask is not None:
             blocks.mask.hide(s_view)
+
+    def limits(self, body: Sweep) -> mask.Limits:
+        """What this thread's rows see; told again at each edge (kept, d64 spilled 24 bytes)."""
+        thread = mma_sm90.thread_again()
+        row = self.first_row(body.work) + mma_sm90.row_of(thread)
+        return mask.limits(body.x.bounds, row, 2 * (thread % 4), self.walk.group)
+
+    def first_row(self, work: Work) -> Int32:
+        """The first row of a warpgroup's 64."""
+        return work.place.block * self.config.tile_m + work.warpgroup * mma_sm90.ROWS
 
     def exponent(self, body: Sweep) -> Float32:
         """c, what a score is multiplied with to become an exponent of 2."""
@@ -557,12 +586,14 @@ class FwdSm90:
     def store(self, x: Operands, work: Work, o: cute.Tensor | None, logs: list) -> None:
         """Round O (None: zeros) and write it with its LSE, but no row past the last query."""
         place, rows = work.place, x.rows
+        # Told again: kept through a tile it is one register too many (d64 spilled 8 bytes).
+        row = self.first_row(work) + mma_sm90.row_of(mma_sm90.thread_again())
         g_out = x.out[place.batch, None, place.head, None]
         if o is None:
-            epilogue.store_zeros(self.plan.width_v, g_out, work.row, rows)
+            epilogue.store_zeros(self.plan.width_v, g_out, row, rows)
         else:
             rounded = cute.make_rmem_tensor(o.layout, self.dtype)
             mma_sm90.convert(o, rounded)
-            epilogue.store_rows(rounded, g_out, work.row, rows)
+            epilogue.store_rows(rounded, g_out, row, rows)
         if const_expr(x.lse is not None):
-            epilogue.store_lse(logs, x.lse[place.batch, place.head, None], work.row, rows)
+            epilogue.store_lse(logs, x.lse[place.batch, place.head, None], row, rows)

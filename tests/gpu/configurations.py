@@ -46,6 +46,7 @@ class Configuration:
     block_lists: bool = False
     everywhere: bool = False
     few_queries: bool = False
+    few_keys: bool = False
 
     @property
     def width_v(self) -> int:
@@ -74,6 +75,7 @@ class Configuration:
             sinks=self.sinks,
             block_lists=self.block_lists,
             few_queries=self.few_queries,
+            few_keys=self.few_keys,
             target=target,
             **self.modifiers(torch.device("meta"), Shape()),
         )
@@ -359,14 +361,17 @@ def main(target: str = "sm_90a") -> int:
     failed, begin, seen = 0, time.perf_counter(), set()
     wanted = hosted() if target == HOSTED_TARGET else everything()
     for name, configuration in wanted:
-        try:
-            kernel = configuration.compile(target)
-        except Exception as error:  # one that fails must not keep the others from the device
-            print(f"{name}: {type(error).__name__}: {error}", flush=True)
-            failed += 1
-            continue
-        seen.add(kernel.key)
-        print(f"{name}: {kernel.source}, {kernel.seconds:.1f} s, {kernel.resources}", flush=True)
+        for lengths in ({}, {"few_queries": True}, {"few_keys": True}):
+            try:
+                kernel = replace(configuration, **lengths).compile(target)
+            except Exception as error:  # one that fails must not keep the others from the device
+                print(f"{name}: {type(error).__name__}: {error}", flush=True)
+                failed += 1
+                continue
+            if kernel.key not in seen:
+                seen.add(kernel.key)
+                took = f"{kernel.source}, {kernel.seconds:.1f} s"
+                print(f"{name}: {took}, {kernel.resources}", flush=True)
     print(f"{len(seen)} kernels in {time.perf_counter() - begin:.0f} s, {failed} failed")
     return failed
 

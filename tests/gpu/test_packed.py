@@ -2,26 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
 import fa_cute
 from fa_cute import api
+from fa_cute.host.planning import NO_MODS
+from fa_cute.plan import Plan
 
-from .configurations import PACKED
-from .judging import check, inputs
+from .configurations import PACKED, PLAIN
+from .judging import check, inputs, judge
 
 pytestmark = pytest.mark.gpu
-
-
-@pytest.fixture(autouse=True)
-def _packs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr("fa_cute.host.problem.FEW_QUERIES", 64)
-    api._prepared.clear()
-    yield
-    api._prepared.clear()
 
 
 LENGTHS = ((1, 1), (1, 1000), (3, 129), (33, 257), (64, 64), (64, 40), (17, 8192))
@@ -34,6 +26,20 @@ def test_packed(name: str, lengths: tuple[int, int]) -> None:
     bounds = {"window": (20, None)} if configuration.window[0] else {}
     x = inputs(configuration, lengths, batch=2, heads_k=3, kind="outliers")
     check(configuration, x, **bounds)
+
+
+def test_few_queries_pick_the_packed_kernel() -> None:
+    """By themselves; one more query, or a kernel that was compiled for the others, does not."""
+    configuration = PLAIN["d128-bf16-causal-4"]
+    options = api.Options(True, None, None, True, False)
+
+    def plan(queries: int) -> Plan:
+        x = inputs(configuration, (queries, 300))
+        return api.lookup(tuple(x), NO_MODS, options).kernel.plan
+
+    assert plan(64).few_queries and not plan(65).few_queries
+    x = inputs(configuration, (64, 300))
+    judge(configuration, x, {"causal": True}, configuration.compile()(*x))
 
 
 def test_a_packed_layout_may_be_strided() -> None:

@@ -1,0 +1,45 @@
+"""Rows whose maximum rises late: what was computed under the old one is done again."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from .configurations import PLAIN
+from .judging import Inputs, check, inputs
+
+pytestmark = pytest.mark.gpu
+NAMES = ("d128-bf16-full-1", "d128-bf16-causal-1", "d64-fp16-full-1", "d64-fp16-causal-1")
+
+# Keys are visited from the last to the first.
+STEPS = ((12.0, 0.0), (60.0, 0.0), (200.0, 100.0, 9.0, 0.0), (0.0, 300.0))
+
+
+def rising(x: Inputs, steps: tuple[float, ...], rows: slice) -> Inputs:
+    """Scores of ``rows`` higher by ``steps`` nats, one for each part of the keys in their order."""
+    k, q = x.k.clone(), x.q.clone()
+    part = -(-k.shape[1] // len(steps))
+    q[..., 0] = 0
+    q[:, rows, :, 0] = 8.0
+    for i, step in enumerate(steps):
+        k[:, i * part : (i + 1) * part, :, 0] = step * q.shape[3] ** 0.5 / 8.0
+    return Inputs(q, k, x.v)
+
+
+@pytest.mark.parametrize("steps", STEPS, ids=str)
+@pytest.mark.parametrize("rows", [slice(None), slice(5, 6), slice(100, 700, 64)], ids=str)
+@pytest.mark.parametrize("name", NAMES)
+def test_rising(name: str, rows: slice, steps: tuple[float, ...]) -> None:
+    x = inputs(PLAIN[name], (1000, 1000), heads_k=2)
+    check(PLAIN[name], rising(x, steps, rows))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_rows_do_not_touch_each_other(name: str) -> None:
+    """A row beside one whose maximum rises keeps its bits."""
+    x = inputs(PLAIN[name], (1000, 1000), batch=1)
+    calm, _ = check(PLAIN[name], rising(x, (200.0, 0.0), slice(0, 0)))
+    some, _ = check(PLAIN[name], rising(x, (200.0, 0.0), slice(3, 1000, 64)))
+    others = torch.ones(1000, dtype=torch.bool, device=calm.device)
+    others[3::64] = False
+    assert torch.equal(calm[:, others], some[:, others])
