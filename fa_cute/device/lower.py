@@ -79,7 +79,7 @@ class Schedule:
 def schedule(graph: Graph, transposed: bool = False) -> Schedule:
     """Lower ``graph`` and place its nodes, for a fragment that is ``transposed`` or not."""
     lowered = lower(graph)
-    nodes, reads = lowered.graph.nodes, lowered.graph.dependence()
+    nodes = lowered.graph.nodes
     levels = tuple(level_in(transposed, level) for level in lowered.graph.levels())
     readers: list[set[str]] = [set() for _ in nodes]
     for at, node in enumerate(nodes):
@@ -98,7 +98,11 @@ def schedule(graph: Graph, transposed: bool = False) -> Schedule:
             if levels[at] == level and node.width == 1 and readers[at] - {level}
         ]
 
-    column = [at for at in leaving("column") if "load" in reads[at]][:_MOST_COLUMNS]
+    loads: list[bool] = []  # one load a column, that is; kv < prefix[b] is a comparison
+    for at, node in enumerate(nodes):
+        own = node.op == "load" and levels[at] == "column"
+        loads.append(own or any(loads[arg] for arg in node.args))
+    column = [at for at in leaving("column") if loads[at]][:_MOST_COLUMNS]
     diagonal = (at for at in leaving("diagonal") if _slots(lowered.graph, levels, at) >= _DEAR)
     places = (leaving("tile"), leaving("row"), column, diagonal)
     return Schedule(lowered, levels, *(tuple(place) for place in places), transposed)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -111,6 +112,13 @@ def test_plan_on_the_device_as_on_the_cpu(name: str) -> None:
         kept = int(blocks.by_query.offsets[-1])
         lists.append((blocks.by_query.offsets.cpu(), blocks.by_query.entries[:kept].cpu()))
     assert all(torch.equal(a, b) for a, b in zip(*lists, strict=True))
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("name", sorted(ALL.keys() - MASKS.keys()))
+def test_the_gallery_spills_nothing(name: str, head_dim: int) -> None:
+    kernel = replace(ALL[name], head_dim=head_dim).compile()
+    assert kernel.resources.spill_bytes == kernel.resources.serialised == 0
 
 
 def test_check_with_everything_on_top() -> None:
