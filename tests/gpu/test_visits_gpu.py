@@ -60,5 +60,5 @@ def _judge(traced: object, bounds: Bounds, rows: list[list[int]]) -> None:
             part = (seen & inside)[queries, keys]
             whole = part.all() and part.shape == TILE
             assert whole or not word & 1, "whole in the mask, the bounds and the lengths"
-            rest[queries, keys] = False
+            rest[queries] = False
         assert not rest.any(), "all that is seen is visited"
