@@ -6,7 +6,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, const_expr
 
-from fa_cute.device.gradient import Collector
+from fa_cute.device import gradient
 from fa_cute.device.mma_sm90 import column_of, fragment, row_of
 from fa_cute.device.score import Modifier, Scratch, deal, scratch_words
 from fa_cute.mods.graph import Graph
@@ -29,14 +29,17 @@ class SlopeKernel:
     def kernel(self, scores, weights, out, given, scale: Float32):
         tile, h, b = cute.arch.block_idx()
         part = fragment(self.tile_q, transposed=True)
-        words = scratch_words(self.graph, part)
-        scratch = None
+        words, diagonals = scratch_words(self.graph, part), gradient.scratch_words(self.graph, part)
+        scratch, allocator = None, cutlass.memory.SmemAllocator()
         if const_expr(words > 0):
-            scratch = Scratch(cutlass.memory.SmemAllocator().allocate_array(Float32, words), 1)
+            scratch = Scratch(allocator.allocate_array(Float32, words), 1)
         captured, scalars, targets = given
         (operands,) = deal((self.graph,), captured, scalars)
         mod = Modifier.of(self.graph, operands, scale=scale, fragment=part, scratch=scratch)
-        collector = Collector.of(mod, targets)
+        own = None
+        if const_expr(diagonals > 0):
+            own = allocator.allocate_array(Float32, diagonals)
+        collector = gradient.Collector.of(mod, targets, own)
         collector.clear()
         rows = mod.tile(b, h).rows(tile * ROWS)
         here = (scores[b, h, None, None], weights[b, h, None, None], out[b, h, None, None])

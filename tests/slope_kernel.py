@@ -25,7 +25,7 @@ def build(score_mod: Callable) -> Callable:
     """The kernel of a score_mod's derivative, compiled or from FA_CUTE_CACHE_DIR."""
     graph = _derivative(score_mod)
     digest = hashlib.sha256(graph.key.encode())
-    sources = [f"fa_cute/device/{name}.py" for name in (*DEVICE, "fixed", "gradient")]
+    sources = [f"fa_cute/device/{name}.py" for name in (*DEVICE, "diagonals", "fixed", "gradient")]
     for path in (*sources, "tests/slope_kernel.py", "tests/slope_device.py"):
         digest.update((ROOT / path).read_bytes())
     path = _folder() / f"{digest.hexdigest()[:24]}.so"

@@ -15,6 +15,7 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+from cutlass import Int32
 from cutlass._mlir import ir
 from cutlass._mlir.dialects import arith, llvm, math, nvvm, scf, vector
 
@@ -179,6 +180,12 @@ def accumulated(
         parts = step(loop.induction_variable)
         scf.YieldOp([add(a, b) for a, b in zip(loop.inner_iter_args, parts, strict=True)])
     return tuple(loop.results)
+
+
+def halves(address: Value) -> tuple[Int32, Int32]:
+    """A 64-bit number as its lower and its upper word."""
+    upper = arith.shrui(address, constant_of(32, integer(64), None))
+    return tuple(Int32(arith.trunci(integer(32), part)) for part in (address, upper))
 
 
 def repeated(count: int, step: Callable[[Value | int], None]) -> None:

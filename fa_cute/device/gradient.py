@@ -7,7 +7,10 @@ address, in a transposed fragment (rows are keys):
     row       (kv)                one register a row over all blocks; then one add a row
     column    (q)                 summed over the warp's rows, then one add a column
     others    (q - kv, elements)  one add a warp where all its addresses are one, as they are far
-                                  from the diagonal of bucketed distances; else one add an element
+                                  from the diagonal of bucketed distances; else
+                                  q - kv: summed along the warp's diagonals, then one add for those
+                                  in a row that have one address (``diagonals``, with shared
+                                  memory); the rest one add an element
 
 A short vector's contributions come component by component, each as above, but added after every
 block: registers for all components would be too many.
@@ -35,13 +38,25 @@ from cutlass import Boolean, Float32, Int32, Int64
 from cutlass._mlir import ir
 from cutlass._mlir.dialects import arith, llvm, scf
 
-from fa_cute.device import emit, fixed
+from fa_cute.device import diagonals, emit, fixed
 from fa_cute.device.captured import Source
+from fa_cute.device.fragment import Fragment
+from fa_cute.device.lower import Schedule, schedule
 from fa_cute.device.scope import Scope, Value
 from fa_cute.device.score import Block, Modifier, Rows, Slopes
 from fa_cute.mods.derived import Contribution, contributions, taught
+from fa_cute.mods.graph import Graph
 
 WARP, QUAD = 32, 4
+
+
+def scratch_words(graph: Graph | None, fragment: Fragment) -> int:
+    """32-bit words of shared memory with which a warpgroup adds up by diagonal; 0: nothing to."""
+    if graph is None or not graph.more:
+        return 0
+    program = schedule(graph, fragment.transposed)
+    levels = [_level(program, one) for one in contributions(program.lowered.graph)]
+    return diagonals.words(fragment) if "diagonal" in levels else 0
 
 
 @dataclass(frozen=True)
@@ -53,11 +68,12 @@ class Collector:
     given: tuple[Contribution, ...]
     sums: tuple[cute.Tensor | None, ...]
     fixed: bool
+    scratch: Any = None
 
     @staticmethod
-    def of(mod: Modifier, targets: Sequence[cute.Tensor] | None) -> Collector:
+    def of(mod: Modifier, targets: Sequence[cute.Tensor] | None, scratch: Any = None) -> Collector:
         """``targets``: as ``plan.Extra.gradients``, for the captured tensors of ``taught``, in
-        order; None: none."""
+        order; None: none. ``scratch`` points to ``scratch_words`` of the warpgroup, or is None."""
         graph = mod.schedule.lowered.graph
         given, targets = contributions(graph), list(targets or ())
         pairs = zip(taught(graph), targets, strict=True)
@@ -65,12 +81,13 @@ class Collector:
         dtype = "int64" if fixed_point else "float32"
         sources = {slot: Source.of(target, dtype) for slot, target in pairs}
         sizes = {"tile": 1, "row": len(mod.fragment.rows)}
-        levels = (_level(mod, one) if _width(mod, one) == 1 else None for one in given)
+        program = mod.schedule
+        levels = (_level(program, one) if _width(mod, one) == 1 else None for one in given)
         sums = [
             cute.make_rmem_tensor(sizes[level], Float32) if level in sizes else None
             for level in levels
         ]
-        return Collector(mod, sources, given, tuple(sums), fixed_point)
+        return Collector(mod, sources, given, tuple(sums), fixed_point, scratch)
 
     def clear(self) -> None:
         """Begin a head."""
@@ -95,13 +112,13 @@ class Collector:
     def _totals(self, one: Contribution, products: list[ir.Value]) -> list[ir.Value]:
         """The thread's sums, one a row, or one where the address is the tile's."""
         totals = [_total(row) for row in products]
-        return [_summed(totals)] if _level(self.mod, one) == "tile" else totals
+        return [_summed(totals)] if _level(self.mod.schedule, one) == "tile" else totals
 
     def _give(
         self, block: Block, one: Contribution, products: list[ir.Value], component: Any
     ) -> None:
         """Add a block's contributions to memory."""
-        level = _level(self.mod, one)
+        level = _level(self.mod.schedule, one)
         if level in ("tile", "row"):
             totals = self._totals(one, products)
             self._add_rows(block.rows, one, totals, component)
@@ -114,7 +131,7 @@ class Collector:
         self, rows: Rows, one: Contribution, totals: Sequence[ir.Value], component: Any = 0
     ) -> None:
         """Add the thread's ``_totals``, together with those of the threads that have its rows."""
-        level = _level(self.mod, one)
+        level = _level(self.mod.schedule, one)
         places = rows.scope.spread(self._address(rows.scope, one, component), level)
         if level == "tile":
             self._add_once(places[0], totals[0])
@@ -151,6 +168,7 @@ class Collector:
         if not self._may_be_one(one):
             self._add_each(block, one, values, component)
             return
+        by_diagonal = _level(self.mod.schedule, one) == "diagonal" and self.scratch is not None
         # Addresses are made in the branches: the many that one add spares are not even computed.
         same = _all_equal(self._indices(block, one))
         branch = scf.IfOp(same.ir_value(), has_else=True)
@@ -159,7 +177,10 @@ class Collector:
             self._add_once(emit.lanes_in(address.parts[0])[0], _total_of(values))
             scf.YieldOp([])
         with ir.InsertionPoint(branch.else_block):
-            self._add_each(block, one, values, component)
+            if by_diagonal:
+                self._add_diagonals(block, one, products, component)
+            else:
+                self._add_each(block, one, values, component)
             scf.YieldOp([])
 
     def _add_each(
@@ -172,6 +193,19 @@ class Collector:
             places += [x for part in scope.spread(address, "element") for x in emit.lanes_in(part)]
         for place, value in zip(places, values, strict=True):
             self._red(place, value)
+
+    def _add_diagonals(
+        self, block: Block, one: Contribution, products: list[ir.Value], component: Any
+    ) -> None:
+        thread, fragment = self.mod.thread, self.mod.fragment
+        lane, rows = thread % WARP, [emit.lanes_in(row) for row in products]
+        totals = diagonals.sums(fragment, thread, self.scratch, rows)
+        start = block.first - block.rows.first + diagonals.lowest(thread) + lane
+        scope = block.rows.collapsed(start, diagonals.offsets(fragment))
+        places = emit.lanes_in(self._address(scope, one, component).parts[0])
+        for place, total in zip(places, totals, strict=True):
+            value, begins = diagonals.runs(place, total, lane)
+            self._red(place, value.ir_value(), begins)
 
     def _indices(self, block: Block, one: Contribution) -> list[list[ir.Value]]:
         """The thread's values of each index that is not the tile's."""
@@ -226,11 +260,10 @@ def _width(mod: Modifier, one: Contribution) -> int:
     return mod.schedule.lowered.graph.nodes[one.load].width
 
 
-def _level(mod: Modifier, one: Contribution) -> str:
+def _level(program: Schedule, one: Contribution) -> str:
     """The level of a contribution's address."""
-    schedule = mod.schedule
-    levels = {schedule.levels[arg] for arg in schedule.lowered.graph.nodes[one.load].args}
-    levels -= {"constant", "tile"}
+    args = program.lowered.graph.nodes[one.load].args
+    levels = {program.levels[arg] for arg in args} - {"constant", "tile"}
     return levels.pop() if len(levels) == 1 else "element" if levels else "tile"
 
 

@@ -29,8 +29,11 @@ def of(
     scale: Float32,
     fragment: Fragment,
     scratch: score.Scratch | None,
+    *,
+    by_diagonal: bool = False,
 ) -> Mods:
-    """A warpgroup's mods; ``scratch`` holds the words of both, one after the other."""
+    """A warpgroup's mods; ``scratch`` holds the words of both, one after the other, and then, if
+    ``by_diagonal``, the collector's."""
     mods = []
     given = score.deal(graphs, extra.captured, extra.scalars)
     for graph, operands in zip(graphs, given, strict=True):
@@ -43,7 +46,8 @@ def of(
         scratch = scratch and scratch.past(words)
     collector = None
     if extra.gradients is not None:
-        collector = gradient.Collector.of(mods[0], extra.gradients)
+        own = scratch.pointer if by_diagonal else None
+        collector = gradient.Collector.of(mods[0], extra.gradients, own)
     return Mods(*mods, collector)
 
 

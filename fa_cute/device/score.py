@@ -202,7 +202,7 @@ class Rows:
             start = row - column
         lanes = range(columns.start - fragment.lead, columns.stop)
         offsets = tuple(sign * fragment.column(c) for c in lanes)
-        diagonal = self._collapsed(start, offsets)
+        diagonal = self.collapsed(start, offsets)
         index = Ramp("column", column, tuple(map(fragment.column, columns)))
         return replace(
             self.scope.below(**{fragment.column_index: index}),
@@ -210,8 +210,8 @@ class Rows:
             across=lambda at, component: self._across(diagonal, offsets, at, component),
         )
 
-    def _collapsed(self, start: Int32, offsets: tuple[int, ...]) -> Scope:
-        """The scope of the diagonals ``start + offsets``."""
+    def collapsed(self, start: Int32, offsets: tuple[int, ...]) -> Scope:
+        """The scope of the diagonals q - kv = ``start + offsets``, a lane each."""
         q, kv = Ramp("diagonal", start, offsets), Value("tile", (emit.constant(0, "int32"),))
         scope = self.tile.scope.below(q=q, kv=kv)
         columns = len(offsets) - self.tile.mod.fragment.lead
@@ -232,7 +232,7 @@ class Rows:
         index = Ramp("column", first + mod.thread, by_column)
         columns = self.scope.below(**{mod.fragment.column_index: index})
         parts = (
-            ("diagonal", by_diagonal, self._collapsed(lowest, by_diagonal)),
+            ("diagonal", by_diagonal, self.collapsed(lowest, by_diagonal)),
             ("column", by_column, replace(columns, columns=len(by_column))),
         )
         found = []

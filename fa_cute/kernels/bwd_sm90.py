@@ -40,7 +40,17 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import cpasync, warpgroup
 
-from fa_cute.device import epilogue, mask, mma_sm90, modifiers, score, softmax, turns, vectors
+from fa_cute.device import (
+    epilogue,
+    gradient,
+    mask,
+    mma_sm90,
+    modifiers,
+    score,
+    softmax,
+    turns,
+    vectors,
+)
 from fa_cute.device.bounds import bounds_of
 from fa_cute.device.key_walk import KeyWalk
 from fa_cute.device.modifiers import Mods
@@ -148,6 +158,7 @@ class BwdSm90:
         self.fragment = mma_sm90.fragment(plan.config.own_queries, transposed=True)
         graphs = (plan.score_mod, plan.mask_mod)
         self.scratch_words = [score.scratch_words(graph, self.fragment) for graph in graphs]
+        self.scratch_words.append(gradient.scratch_words(graphs[0], self.fragment))
         plan = fitting(plan, 4 * sum(self.scratch_words) * plan.config.consumers)
         self.plan, self.config = plan, plan.config
         self.topology = topology(plan)
@@ -339,7 +350,8 @@ class BwdSm90:
             barrier = DS_READY + 1 + group
             scratch = score.Scratch(buffers.scratch + group * words, barrier)
         graphs = (self.plan.score_mod, self.plan.mask_mod)
-        return modifiers.of(graphs, x.extra or Extra(), x.scale, self.fragment, scratch)
+        extra, by_diagonal = x.extra or Extra(), self.scratch_words[-1] > 0
+        return modifiers.of(graphs, extra, x.scale, self.fragment, scratch, by_diagonal=by_diagonal)
 
     @cute.jit
     def sweep(self, body: Sweep, rings, begin: Int32, end: Int32, edge: cutlass.Constexpr):
