@@ -12,11 +12,14 @@ Per row, with c = scale x log2 e (log2 e alone after a score_mod), over the bloc
   that have seen nothing (m = -inf makes their sums infinite or NaN). That costs about one more
   block, and happens where scores rise by 44 (fp16: 9.7) above those of the blocks before.
 * The first block of a tile and those that bounds cut seek their maximum before (``exponentiate``).
-  A row that has seen nothing keeps m = -inf; the exponent then uses 0 in its place, locally, so
-  that exp2(-inf - 0) = 0 and the stored maximum stays -inf for the next block.
+  So does every block of a kernel whose mods hide keys, so that the bits do not depend on which
+  hidden blocks are left out, and of one that gives lse, of which gradients are made (last point but
+  one). A row that has seen nothing keeps m = -inf; the exponent then uses 0 in its place, locally,
+  so that exp2(-inf - 0) = 0 and the stored maximum stays -inf for the next block.
 * A row's bits depend on that row alone: in a warp that raises, rows that held keep m.
 * P of the largest score is 1 only if m is that score. Else it is rounded like every other, so where
-  one key has nearly all the weight the output is off by up to 2^-9 more, relative (bf16).
+  one key has nearly all the weight the output is off by up to 2^-9 more, relative (bf16). Through
+  rowsum(O dO) that error would reach every gradient of the row.
 * l is kept by thread (each has a quarter of a row's columns) and summed over the quad once, at the
   end.
 """

@@ -36,8 +36,9 @@ class Entered(NamedTuple):
 class Walk:
     """The walk of one plan; ``fragment``: a thread's part of S, for what masks capture.
 
-    ``noted``: the producer's words name the visits. ``group``: consecutive rows that are heads of
-    one query; ``ratio``: query heads that read a key/value head one after another.
+    ``noted``: the producer's words name the visits. ``hides``: the mods hide keys. ``group``:
+    consecutive rows that are heads of one query; ``ratio``: query heads that read a key/value head
+    one after another.
     """
 
     def __init__(self, plan: Plan, fragment: Fragment):
@@ -49,6 +50,7 @@ class Walk:
         shared = shared_by(plan.score_mod, plan.bias) if plan.bias is not None else ()
         self.batches_inside = "b" in shared and "h" not in shared and plan.gqa_ratio == 1
         mask = visible_graph(plan.score_mod, plan.mask_mod)
+        self.hides = mask is not None
         self.first_longest = plan.visits == "ranges" and shrinking(ranges_of(mask))
         self.group, self.ratio = (plan.gqa_ratio, 1) if plan.config.packed else (1, plan.gqa_ratio)
 

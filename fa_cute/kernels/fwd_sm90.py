@@ -464,16 +464,15 @@ class FwdSm90:
         k.release()
         self.modify(body, blocks, s, block, edge)
         self.free(body, bias, False)
-        if const_expr(self.seeks(needs)):
+        if const_expr(self.seeks(edge)):
             self.sought(body, s, v)
         else:
             self.presumed(body, s, v)
         return rings, whole
 
-    def seeks(self, needs: tuple[bool, bool]) -> bool:
-        """Whether a block's maximum is sought before its exponentials: where rows may be new."""
-        edge, masked = needs
-        return edge or (self.walk.noted and masked)
+    def seeks(self, edge: bool) -> bool:
+        """Whether a block's maximum is sought first: ``device/softmax.py`` says where and why."""
+        return edge or self.plan.return_lse or self.walk.hides
 
     def sought(self, body: Sweep, s: cute.Tensor, v: Any) -> None:
         """P of a block under its own maximum; O rescaled to it."""

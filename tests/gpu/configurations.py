@@ -102,6 +102,17 @@ WITHOUT_LSE = {
     "d128-causal": C(causal=True, return_lse=False),
     "d64-full": C(64, return_lse=False),
 }
+# What gives no lse and hides nothing presumes maxima.
+PRESUMED: dict[str, Configuration] = {
+    "d128-bf16-full": C(return_lse=False),
+    "d128-bf16-causal": C(causal=True, return_lse=False),
+    "d64-fp16-full": C(64, dtype="float16", return_lse=False),
+    "d64-fp16-causal": C(64, dtype="float16", causal=True, return_lse=False),
+    "d96-bf16-causal-3": C(96, causal=True, ratio=3, return_lse=False),
+    "d192-128-bf16-full": C(192, head_dim_v=128, return_lse=False),
+    "d256-bf16-causal": C(256, causal=True, return_lse=False),
+    "d64-bf16-window": C(64, window=(True, True), return_lse=False),
+}
 WINDOWS: dict[str, Configuration] = {
     "both": C(64, window=(True, True)),
     "left": C(64, window=(True, False)),
@@ -322,6 +333,7 @@ def everything() -> Iterator[tuple[str, Configuration]]:
     groups = {
         "plain": PLAIN,
         "without lse": WITHOUT_LSE,
+        "presumed": PRESUMED,
         "windows": WINDOWS,
         "ratios": RATIOS,
         "packed": PACKED,

@@ -167,7 +167,8 @@ def test_a_device_that_is_not_current() -> None:
 def test_a_compiled_kernel_is_callable() -> None:
     """What ``fa_cute.compile`` returns runs with its mod fixed, and refuses another's problem."""
     configuration = PLAIN["d128-bf16-full-3"]
-    x = inputs(configuration, (129, 129))
+    # More keys than few_keys: a call takes the same row.
+    x = inputs(configuration, (129, 1100))
     kernel = configuration.compile()
     out, lse = kernel(*x)
     right = call(configuration, x)

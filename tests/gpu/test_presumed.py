@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from .configurations import PLAIN
-from .judging import Inputs, check, inputs
+from .configurations import PRESUMED
+from .judging import KINDS, Inputs, check, inputs
 
 pytestmark = pytest.mark.gpu
-NAMES = ("d128-bf16-full-1", "d128-bf16-causal-1", "d64-fp16-full-1", "d64-fp16-causal-1")
+NAMES = ("d128-bf16-full", "d128-bf16-causal", "d64-fp16-full", "d64-fp16-causal")
+LENGTHS = ((1, 1), (129, 200), (300, 129), (1000, 1000), (1337, 2049))
 
 # Keys are visited from the last to the first.
 STEPS = ((12.0, 0.0), (60.0, 0.0), (200.0, 100.0, 9.0, 0.0), (0.0, 300.0))
@@ -26,20 +27,28 @@ def rising(x: Inputs, steps: tuple[float, ...], rows: slice) -> Inputs:
     return Inputs(q, k, x.v)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
+@pytest.mark.parametrize("name", PRESUMED)
+def test_check(name: str, lengths: tuple[int, int], kind: str) -> None:
+    window = {"window": (70, 20)} if any(PRESUMED[name].window) else {}
+    check(PRESUMED[name], inputs(PRESUMED[name], lengths, heads_k=2, kind=kind), **window)
+
+
 @pytest.mark.parametrize("steps", STEPS, ids=str)
 @pytest.mark.parametrize("rows", [slice(None), slice(5, 6), slice(100, 700, 64)], ids=str)
 @pytest.mark.parametrize("name", NAMES)
 def test_rising(name: str, rows: slice, steps: tuple[float, ...]) -> None:
-    x = inputs(PLAIN[name], (1000, 1000), heads_k=2)
-    check(PLAIN[name], rising(x, steps, rows))
+    x = inputs(PRESUMED[name], (1000, 1000), heads_k=2)
+    check(PRESUMED[name], rising(x, steps, rows))
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_rows_do_not_touch_each_other(name: str) -> None:
     """A row beside one whose maximum rises keeps its bits."""
-    x = inputs(PLAIN[name], (1000, 1000), batch=1)
-    calm, _ = check(PLAIN[name], rising(x, (200.0, 0.0), slice(0, 0)))
-    some, _ = check(PLAIN[name], rising(x, (200.0, 0.0), slice(3, 1000, 64)))
+    x = inputs(PRESUMED[name], (1000, 1000), batch=1)
+    calm, _ = check(PRESUMED[name], rising(x, (200.0, 0.0), slice(0, 0)))
+    some, _ = check(PRESUMED[name], rising(x, (200.0, 0.0), slice(3, 1000, 64)))
     others = torch.ones(1000, dtype=torch.bool, device=calm.device)
     others[3::64] = False
     assert torch.equal(calm[:, others], some[:, others])
