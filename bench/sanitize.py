@@ -24,6 +24,7 @@ from tests.gpu.configurations import (
     MASKS,
     MODS,
     PLAIN,
+    PRESUMED,
     RATIOS,
     SINKS,
     WIDE_MODS,
@@ -64,6 +65,8 @@ KINDS: Kinds = {
     "mask, loads by key": (masks()["document-planned"], (300, 500), {}),
     "mask, of a score_mod": (MASKS["hiding"], (200, 500), {}),
     "sinks": (SINKS["128-causal"], (300, 200), {}),
+    "presumed": (PRESUMED["d128-bf16-full"], (200, 700), {}),
+    "presumed, causal d64": (PRESUMED["d64-fp16-causal"], (300, 500), {}),
 }
 # A hosted product is one warp's: few blocks, but each role's loop turns twice and a tile follows.
 HOSTED_KINDS: Kinds = {
