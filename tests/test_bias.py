@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -21,7 +20,7 @@ from fa_cute.host.planning import Mods, by_tiles
 from fa_cute.mods.tiles import lead_graphs, shared_by, tiled_loads
 from fa_cute.mods.trace import trace_score_mod
 from fa_cute.plan import SHARED_MEMORY_LIMIT
-from tests.test_fragments import _offsets
+from tests.tracing import offsets, within_a_trace
 
 HEAD_DIMS = ((8, 8), (64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256))
 B, H, S = 2, 8, 256
@@ -216,18 +215,15 @@ def _order(columns: int, size: int) -> list[tuple[int, int]]:
 
 def _values(layout: tuple, thread: int) -> list[int]:
     (threads, values), (by_thread, by_value) = layout
-    start = _offsets(threads, by_thread)[thread]
-    return [start + offset for offset in _offsets(values, by_value)]
+    start = offsets(threads, by_thread)[thread]
+    return [start + offset for offset in offsets(values, by_value)]
 
 
 def _copy_layouts(consumers: int, width: int, size: int) -> tuple[tuple, tuple]:
     """The compiler's (thread, value) -> row + rows * column of ``bias.copy_of``: source, target."""
     import cutlass
-    import cutlass.cute as cute
-    from cutlass.cutlass_dsl.cutlass import CutlassBaseDSL
 
     from fa_cute.device import bias, mma_sm90
-    from fa_cute.device.recorder import Traced
 
     found: list[tuple] = []
 
@@ -237,13 +233,7 @@ def _copy_layouts(consumers: int, width: int, size: int) -> tuple[tuple, tuple]:
         for layout in (copy.layout_src_tv_tiled, copy.layout_dst_tv_tiled):
             found.append((layout.shape, layout.stride))
 
-    @cute.jit
-    def host():
-        describe()
-
-    stop = mock.Mock(side_effect=Traced)
-    with mock.patch.object(CutlassBaseDSL, "compile_and_cache", stop), pytest.raises(Traced):
-        cute.compile(host, options="--gpu-arch sm_90a", no_jit_engine=True)
+    within_a_trace(describe)
     return found[0], found[1]
 
 

@@ -6,7 +6,6 @@ import itertools
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
-from unittest import mock
 
 import pytest
 
@@ -14,6 +13,7 @@ from fa_cute.configuration import Configuration
 from fa_cute.device import protocol
 from fa_cute.spans import Bounds
 from tests.protocol_kernels import recorded
+from tests.tracing import offsets, within_a_trace
 
 pytestmark = pytest.mark.compile
 
@@ -24,12 +24,9 @@ WIDTHS = (64, 80, 128, 176)
 @pytest.fixture(scope="module")
 def layouts() -> dict[tuple[str, int], tuple]:
     """The compiler's (thread, value) -> row + 64 column of wgmma's operand A and accumulator."""
-    import cutlass.cute as cute
     from cutlass import BFloat16
-    from cutlass.cutlass_dsl.cutlass import CutlassBaseDSL
 
     from fa_cute.device import mma_sm90
-    from fa_cute.device.recorder import Traced
 
     found = {}
 
@@ -40,29 +37,15 @@ def layouts() -> dict[tuple[str, int], tuple]:
                 layout = getattr(mma, f"tv_layout_{name}")
                 found[name, width] = layout.shape, layout.stride
 
-    @cute.jit
-    def host():
-        describe()
-
-    stop = mock.Mock(side_effect=Traced)
-    with mock.patch.object(CutlassBaseDSL, "compile_and_cache", stop), pytest.raises(Traced):
-        cute.compile(host, options="--gpu-arch sm_90a", no_jit_engine=True)
+    within_a_trace(describe)
     return found
-
-
-def _offsets(shape: Any, stride: Any) -> list[int]:
-    """What a mode of a layout maps 0, 1, ... to: the first of its parts is the fastest."""
-    if isinstance(shape, int):
-        return [stride * i for i in range(shape)]
-    parts = [_offsets(*part) for part in zip(shape, stride, strict=True)]
-    return [sum(reversed(at)) for at in itertools.product(*reversed(parts))]
 
 
 def _coordinates(layout: tuple, thread: int) -> list[tuple[int, int]]:
     """(row, column) of each value of a thread, in order."""
     (threads, values), (by_thread, by_value) = layout
-    start = _offsets(threads, by_thread)[thread]
-    return [((start + v) % ROWS, (start + v) // ROWS) for v in _offsets(values, by_value)]
+    start = offsets(threads, by_thread)[thread]
+    return [((start + v) % ROWS, (start + v) // ROWS) for v in offsets(values, by_value)]
 
 
 @pytest.mark.parametrize("width", WIDTHS)

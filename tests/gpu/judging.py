@@ -119,6 +119,18 @@ def check(configuration: Configuration, x: Inputs, **run_time: Any) -> tuple[tor
     return out, lse
 
 
+def check_as_everywhere(configuration: Configuration, x: Inputs, **run_time: Any) -> None:
+    """Bit for bit what the mask evaluated on every block gives, and right by the oracle."""
+    options = planned(configuration, x, arguments(configuration, x, **run_time))
+    torch.full((64 << 20,), torch.nan, device=DEVICE)  # poison what the allocator hands out
+    out, lse = call(configuration, x, **options)
+    right, right_lse, visits = everywhere(x, options)
+    assert visits == ("lists" if configuration.block_lists else "ranges")
+    assert torch.equal(out, right)
+    assert torch.equal(lse, right_lse)
+    judge(configuration, x, options, (out, lse))
+
+
 def judge(
     configuration: Configuration,
     x: Inputs,

@@ -9,7 +9,7 @@ import torch
 
 from .configurations import HOSTED_MASKS, MASKS, PACKED, masks
 from .hosting import hosted as hosted
-from .judging import arguments, call, check, everywhere, inputs, judge, planned
+from .judging import arguments, call, check, check_as_everywhere, inputs, planned
 from .modifiers import Shape
 
 pytestmark = pytest.mark.gpu
@@ -28,13 +28,7 @@ def test_as_everywhere(name: str, lengths: tuple[int, int]) -> None:
     run_time: dict[str, Any] = {"window": (200, 70)} if name.endswith("-window") else {}
     if configuration.sinks:
         run_time["sinks"] = torch.linspace(-1, 2, x.q.shape[2], device=x.q.device)
-    options = planned(configuration, x, arguments(configuration, x, **run_time))
-    out, lse = call(configuration, x, **options)
-    right, right_lse, visits = everywhere(x, options)
-    assert visits == ("lists" if configuration.block_lists else "ranges")
-    assert torch.equal(out, right)
-    assert torch.equal(lse, right_lse)
-    judge(configuration, x, options, (out, lse))
+    check_as_everywhere(configuration, x, **run_time)
 
 
 def test_a_mask_that_keeps_nothing() -> None:

@@ -11,7 +11,17 @@ import torch
 import fa_cute
 
 from .configurations import MASKS, Configuration, masks
-from .judging import Inputs, arguments, call, check, everywhere, inputs, judge, planned
+from .judging import (
+    Inputs,
+    arguments,
+    call,
+    check,
+    check_as_everywhere,
+    everywhere,
+    inputs,
+    judge,
+    planned,
+)
 from .modifiers import Shape
 
 pytestmark = pytest.mark.gpu
@@ -42,15 +52,7 @@ def test_as_everywhere(name: str, lengths: tuple[int, int]) -> None:
     """Bit for bit what evaluating the mask on every block gives; with a score_mod, too."""
     configuration = ALL[name]
     x = _inputs(name, lengths, kind="outliers")
-    options = arguments(configuration, x, **_run_time(name), **_sinks(configuration, x))
-    options = planned(configuration, x, options)
-    torch.full((64 << 20,), torch.nan, device=x.q.device)  # poison what the allocator hands out
-    out, lse = call(configuration, x, **options)
-    right, right_lse, visits = everywhere(x, options)
-    assert visits == ("lists" if configuration.block_lists else "ranges")
-    assert torch.equal(out, right)
-    assert torch.equal(lse, right_lse)
-    judge(configuration, x, options, (out, lse))
+    check_as_everywhere(configuration, x, **_run_time(name), **_sinks(configuration, x))
 
 
 @pytest.mark.parametrize(
