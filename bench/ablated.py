@@ -63,7 +63,7 @@ class _NoOverlap(FwdSm90):
         warpgroup.wait_group(0)
         k.release()
         self.modify(body, blocks, s, block, needs[0])
-        if const_expr(self.seeks(needs)):
+        if const_expr(self.seeks(needs[0])):
             self.sought(body, s, v)
         else:
             self.presumed(body, s, v)
@@ -73,7 +73,7 @@ class _NoOverlap(FwdSm90):
 class _Sought(FwdSm90):
     """Every block's maximum is sought before its exponentials, and O rescaled to it."""
 
-    def seeks(self, needs):
+    def seeks(self, edge):
         return True
 
 
