@@ -238,7 +238,7 @@ def build(plan: Plan, scratch: Path) -> Built:
         function, remarks = _compile(plan, scratch)
         shared = _shared_memory(_launching_code(function.ir_module))
         unlinked = scratch / "kernel.o"
-        function.export_to_c(object_file_path=str(unlinked), function_name=launch.SYMBOL)
+        unlinked.write_bytes(_object(function))
     resources = Resources(*_ptxas(remarks), shared, len(re.findall(r"\(C751\d\)", remarks)))
     linked = scratch / "kernel.so"
     if _link(unlinked, linked):
@@ -472,6 +472,27 @@ def _ptxas(remarks: str) -> tuple[int, int]:
     registers = [int(n) for n in re.findall(r"Used (\d+) registers", remarks)]
     spills = re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", remarks)
     return max(registers, default=0), max((max(map(int, pair)) for pair in spills), default=0)
+
+
+def _object(function: Any) -> bytes:
+    """The relocatable object of a compiled function; its module is not to be used afterwards.
+
+    ``function.export_to_c`` does the same to a copy, through text, and optimises the launching
+    code, which runs once a call, at LLVM's level 3: 0.27 s of a plain forward's 2.0, this 0.06.
+    """
+    from cutlass._mlir import ir
+    from cutlass._mlir._mlir_libs._cutlass_ir import _aot_support
+    from cutlass.base_dsl.tvm_ffi_builder import rename_tvm_ffi_function
+
+    module = function.ir_module
+    rename_tvm_ffi_function(module, function.function_name, launch.SYMBOL)
+    with module.context:
+        hidden = ir.Attribute.parse("#llvm.linkage<internal>")
+        for op in module.body.operations:
+            if op.name == "llvm.func" and op.regions[0].blocks:
+                if op.attributes["sym_name"].value != f"__tvm_ffi_{launch.SYMBOL}":
+                    op.attributes["linkage"] = hidden
+    return _aot_support.export_module_to_bytes(module, format="o", opt_level=0, enable_pic=True)
 
 
 def _launching_code(module: Any) -> str:
