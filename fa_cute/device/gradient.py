@@ -6,8 +6,9 @@ address, in a transposed fragment (rows are keys):
     tile      (a head, a scalar)  one register a thread over all blocks; then one add a warp
     row       (kv)                one register a row over all blocks; then one add a row
     column    (q)                 summed over the warp's rows, then one add a column
-    others    (q - kv, elements)  one add a warp where all its addresses are one, as they are far
-                                  from the diagonal of bucketed distances; else
+    others    (q - kv, elements)  where all addresses of a warp are one, as they are far from the
+                                  diagonal of bucketed distances: one register a thread, for as
+                                  many blocks as have that address; then one add a warp. Else
                                   q - kv: summed along the warp's diagonals, then one add for those
                                   in a row that have one address (``diagonals``, with shared
                                   memory); the rest one add an element
@@ -31,7 +32,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64
@@ -59,6 +60,37 @@ def scratch_words(graph: Graph | None, fragment: Fragment) -> int:
     return diagonals.words(fragment) if "diagonal" in levels else 0
 
 
+class Run(NamedTuple):
+    """Blocks in a row where a load has one address for all of a warp: what the thread adds up.
+
+    ``indices`` (n,): the load's, those that are not the tile's (``args``). A sum of 0 may go to any
+    address. An add a block instead had T5, causal, at 0.63 of plain: the last bucket's numbers of
+    all heads lie in one line, and 10^6 adds to it took the time.
+    """
+
+    args: tuple[int, ...]
+    indices: cute.Tensor
+    total: cute.Tensor
+
+    @staticmethod
+    def of(args: Sequence[int]) -> Run:
+        """For a load with those varying ``args``."""
+        indices = cute.make_rmem_tensor(len(args), Int32)
+        return Run(tuple(args), indices, cute.make_rmem_tensor(1, Float32))
+
+    def begin(self, indices: Sequence[Int32 | int]) -> None:
+        """Begin with a sum of 0."""
+        for i, index in enumerate(indices):
+            self.indices[i] = Int32(index)
+        self.total[0] = Float32(0.0)
+
+    def known(self) -> dict[int, Value]:
+        """The nodes of its indices, as a scope knows them."""
+        return {
+            arg: Value("tile", (self.indices[i].ir_value(),)) for i, arg in enumerate(self.args)
+        }
+
+
 @dataclass(frozen=True)
 class Collector:
     """A warpgroup's contributions. Build it with ``of``."""
@@ -67,6 +99,7 @@ class Collector:
     targets: dict[int, Source]
     given: tuple[Contribution, ...]
     sums: tuple[cute.Tensor | None, ...]
+    runs: dict[int, Run]
     fixed: bool
     scratch: Any = None
 
@@ -80,20 +113,28 @@ class Collector:
         fixed_point = any(target.element_type is Int64 for target in targets)
         dtype = "int64" if fixed_point else "float32"
         sources = {slot: Source.of(target, dtype) for slot, target in pairs}
-        sizes = {"tile": 1, "row": len(mod.fragment.rows)}
-        program = mod.schedule
-        levels = (_level(program, one) if _width(mod, one) == 1 else None for one in given)
+        program, sizes = mod.schedule, {"tile": 1, "row": len(mod.fragment.rows)}
+        levels = (_level(program, one) if _width(program, one) == 1 else None for one in given)
         sums = [
             cute.make_rmem_tensor(sizes[level], Float32) if level in sizes else None
             for level in levels
         ]
-        return Collector(mod, sources, given, tuple(sums), fixed_point, scratch)
+        runs = {
+            at: Run.of(_varying(program, one))
+            for at, one in enumerate(given)
+            if _width(program, one) == 1
+            and _level(program, one) in ("diagonal", "element")
+            and _may_be_one(program, one)
+        }
+        return Collector(mod, sources, given, tuple(sums), runs, fixed_point, scratch)
 
     def clear(self) -> None:
         """Begin a head."""
         for held in self.sums:
             if held is not None:
                 held.fill(0.0)
+        for run in self.runs.values():
+            run.begin([0] * len(run.args))
 
     def add(self, block: Block, slopes: Slopes, d_score: cute.Tensor) -> None:
         """Take a block's contributions; ``d_score`` (rows, columns) is P (dP - delta)."""
@@ -103,21 +144,20 @@ class Collector:
                     held[i] = held[i] + Float32(total)
                 continue
 
-            def step(component: Any, at: int = at, one: Contribution = one) -> None:
+            def step(component: Any, at: int = at) -> None:
                 products = slopes.products(at, d_score, component)
-                self._give(block, one, products, component)
+                self._give(block, at, products, component)
 
-            emit.repeated(_width(self.mod, one), step)
+            emit.repeated(_width(self.mod.schedule, one), step)
 
     def _totals(self, one: Contribution, products: list[ir.Value]) -> list[ir.Value]:
         """The thread's sums, one a row, or one where the address is the tile's."""
         totals = [_total(row) for row in products]
         return [_summed(totals)] if _level(self.mod.schedule, one) == "tile" else totals
 
-    def _give(
-        self, block: Block, one: Contribution, products: list[ir.Value], component: Any
-    ) -> None:
-        """Add a block's contributions to memory."""
+    def _give(self, block: Block, at: int, products: list[ir.Value], component: Any) -> None:
+        """Add a block's contributions to memory, or to a run's sum."""
+        one = self.given[at]
         level = _level(self.mod.schedule, one)
         if level in ("tile", "row"):
             totals = self._totals(one, products)
@@ -125,7 +165,7 @@ class Collector:
         elif level == "column":
             self._add_columns(block, one, products, component)
         else:
-            self._add_elements(block, one, products, component)
+            self._add_elements(block, at, products, component)
 
     def _add_rows(
         self, rows: Rows, one: Contribution, totals: Sequence[ir.Value], component: Any = 0
@@ -157,24 +197,28 @@ class Collector:
                 self._red(place, total.ir_value(), (lane < QUAD).ir_value())
 
     def _add_elements(
-        self, block: Block, one: Contribution, products: list[ir.Value], component: Any
+        self, block: Block, at: int, products: list[ir.Value], component: Any
     ) -> None:
+        one, run = self.given[at], self.runs.get(at)
         values = [
             x
             for columns in block.chunks()
             for row in products
             for x in emit.lanes_in(emit.part(row, columns.start, len(columns)))
         ]
-        if not self._may_be_one(one):
+        if not _may_be_one(self.mod.schedule, one):
             self._add_each(block, one, values, component)
             return
         by_diagonal = _level(self.mod.schedule, one) == "diagonal" and self.scratch is not None
         # Addresses are made in the branches: the many that one add spares are not even computed.
-        same = _all_equal(self._indices(block, one))
-        branch = scf.IfOp(same.ir_value(), has_else=True)
+        indices = self._indices(block, one)
+        branch = scf.IfOp(_all_equal(indices).ir_value(), has_else=True)
         with ir.InsertionPoint(branch.then_block):
-            address = self._address(block.part(range(1)), one, component)
-            self._add_once(emit.lanes_in(address.parts[0])[0], _total_of(values))
+            if run is not None:
+                self._continue(block.rows, at, [Int32(own[0]) for own in indices], values)
+            else:
+                address = self._address(block.part(range(1)), one, component)
+                self._add_once(emit.lanes_in(address.parts[0])[0], _total_of(values))
             scf.YieldOp([])
         with ir.InsertionPoint(branch.else_block):
             if by_diagonal:
@@ -182,6 +226,24 @@ class Collector:
             else:
                 self._add_each(block, one, values, component)
             scf.YieldOp([])
+
+    def _continue(self, rows: Rows, at: int, indices: list[Int32], values: list[ir.Value]) -> None:
+        """Add a block of one address to the run's sum, or end that run and begin another."""
+        run, other = self.runs[at], Boolean(False)
+        for i, index in enumerate(indices):
+            other = other | (run.indices[i] != index)
+        branch = scf.IfOp(other.ir_value())
+        with ir.InsertionPoint(branch.then_block):
+            self._end(rows, at)
+            run.begin(indices)
+            scf.YieldOp([])
+        run.total[0] = run.total[0] + Float32(_total_of(values))
+
+    def _end(self, rows: Rows, at: int) -> None:
+        run, scope = self.runs[at], rows.tile.scope
+        scope = replace(scope, known={**scope.known, **run.known()})
+        address = self._address(scope, self.given[at], 0)
+        self._add_once(address.parts[0], run.total[0].ir_value())
 
     def _add_each(
         self, block: Block, one: Contribution, values: list[ir.Value], component: Any
@@ -209,9 +271,7 @@ class Collector:
 
     def _indices(self, block: Block, one: Contribution) -> list[list[ir.Value]]:
         """The thread's values of each index that is not the tile's."""
-        schedule = self.mod.schedule
-        args = schedule.lowered.graph.nodes[one.load].args
-        args = [arg for arg in args if schedule.levels[arg] not in ("constant", "tile")]
+        args = _varying(self.mod.schedule, one)
         found: dict[int, list[ir.Value]] = {arg: [] for arg in args}
         for columns in block.chunks():
             memo = block.part(columns).evaluate(args)
@@ -219,14 +279,10 @@ class Collector:
                 found[arg] += [x for part in memo[arg].parts for x in emit.lanes_in(part)]
         return list(found.values())
 
-    def _may_be_one(self, one: Contribution) -> bool:
-        """Whether many elements may have one address: not where q and kv themselves index."""
-        nodes = self.mod.schedule.lowered.graph.nodes
-        plain = {nodes[arg].op for arg in nodes[one.load].args}
-        return not {"q", "kv"} <= plain
-
     def flush(self, rows: Rows) -> None:
         """End a head: what was held goes to memory."""
+        for at in self.runs:
+            self._end(rows, at)
         for one, held in zip(self.given, self.sums, strict=True):
             if held is not None:
                 totals = [held[i].ir_value() for i in range(cute.size(held))]
@@ -249,15 +305,15 @@ class Collector:
         own = tuple(self.targets.get(at) for at in range(len(graph.captured)))
         scope = replace(scope, operands=replace(scope.operands, sources=own), addresses={})
         address = scope.address(one.load)
-        if _width(self.mod, one) == 1:
+        if _width(self.mod.schedule, one) == 1:
             return address
         step = own[one.slot].step
         return Value(address.level, tuple(step(part, component) for part in address.parts))
 
 
-def _width(mod: Modifier, one: Contribution) -> int:
+def _width(program: Schedule, one: Contribution) -> int:
     """Components of the load that contributes."""
-    return mod.schedule.lowered.graph.nodes[one.load].width
+    return program.lowered.graph.nodes[one.load].width
 
 
 def _level(program: Schedule, one: Contribution) -> str:
@@ -265,6 +321,19 @@ def _level(program: Schedule, one: Contribution) -> str:
     args = program.lowered.graph.nodes[one.load].args
     levels = {program.levels[arg] for arg in args} - {"constant", "tile"}
     return levels.pop() if len(levels) == 1 else "element" if levels else "tile"
+
+
+def _varying(program: Schedule, one: Contribution) -> list[int]:
+    """The nodes of the load's indices that are not the tile's, each once."""
+    args = program.lowered.graph.nodes[one.load].args
+    return [at for at in dict.fromkeys(args) if program.levels[at] not in ("constant", "tile")]
+
+
+def _may_be_one(program: Schedule, one: Contribution) -> bool:
+    """Whether many elements may have one address: not where q and kv themselves index."""
+    nodes = program.lowered.graph.nodes
+    plain = {nodes[arg].op for arg in nodes[one.load].args}
+    return not {"q", "kv"} <= plain
 
 
 def _summed(values: Sequence[ir.Value]) -> ir.Value:

@@ -141,6 +141,8 @@ def eager(
     ]
     if options.get("score_mod"):
         s = options["score_mod"](s, *index).to(wide).expand(s.shape)
+    if options.get("mask_mod"):
+        s = torch.where(options["mask_mod"](*index), s, -torch.inf)
     if options.get("causal"):
         seen = index[3] <= index[2] + shape.seqlen_k - shape.seqlen_q
         s = torch.where(seen, s, -torch.inf)
