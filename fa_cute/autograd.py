@@ -52,7 +52,8 @@ class Call(NamedTuple):
         if self.blocks is None or self.plans is None or not self.plans.main.block_lists:
             return None
         problem = self.problem
-        return self.blocks.key_lists_for(problem.batch, problem.heads_q, problem.gqa_ratio)
+        sizes = problem.batch, problem.heads_q, problem.gqa_ratio
+        return self.blocks.key_lists_for(*sizes, turns=self.plans.main.deterministic)
 
 
 def attend(call: Call, qkv: Tensors, sinks: torch.Tensor | None, mods: Mods) -> Tensors:

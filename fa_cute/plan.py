@@ -328,12 +328,15 @@ class BlockLists(NamedTuple):
     ``entries[begin[b, h, t] : end[b, h, t]]``, each ``2 * block + full``, from the last block to
     the first; a full block needs no mask. ``order`` numbers the tiles of a head from the shortest
     list to the longest; in a backward those of a key/value head, by all lists of its query heads.
+    ``turns`` (a deterministic backward): of each entry, how many tiles before its own have the
+    block in the list of their head.
     """
 
     begin: Any
     end: Any
     order: Any
     entries: Any
+    turns: Any = None
 
 
 class Fixed(NamedTuple):

@@ -51,7 +51,7 @@ def test_lists_of_a_mask(deterministic: bool) -> None:
     asked = {**ARGUMENTS, "mask_mod": mask, "block_lists": True, "deterministic": deterministic}
     main, *_, forward = Configuration(**asked, direction=BACKWARD).plans()[0]
     assert forward.visits == "lists" and main.deterministic == deterministic
-    assert main.visits == ("bounds" if deterministic else "lists")
+    assert main.visits == "lists"
 
 
 def test_a_recorded_backward_survives_a_file(tmp_path: Path) -> None:

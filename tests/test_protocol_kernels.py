@@ -71,6 +71,12 @@ KERNELS: dict[str, Callable[[], Plan]] = {
     ),
     "backward, ranges of a mask": lambda: backward(mask_mod=chunked, gqa_ratio=2),
     "backward, lists of a mask": lambda: replace(backward(mask_mod=chunked), visits="lists"),
+    "backward, ranges of a mask, deterministic": lambda: backward(
+        mask_mod=chunked, causal=True, gqa_ratio=2, deterministic=True
+    ),
+    "backward, lists of a mask, deterministic": lambda: replace(
+        backward(mask_mod=chunked, deterministic=True), visits="lists"
+    ),
     "backward, wide": lambda: backward(head_dim=256),
     "backward, wide, one slot a ring": lambda: forward(
         direction="backward", head_dim=256, score_mod=t5_relative_bias(torch.zeros(32, 8))

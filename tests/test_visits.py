@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,8 +18,12 @@ from fa_cute.configuration import Configuration
 from fa_cute.host.backward import plans_of
 from fa_cute.host.planning import Mods, make_plan
 from fa_cute.host.problem import Problem
+from fa_cute.mods import trace_mask_mod
+from fa_cute.mods.affine import ranges_of
 from fa_cute.mods.intervals import EMPTY, FULL
+from fa_cute.mods.ranges import blocks_in, runs
 from fa_cute.plan import Plan
+from fa_cute.spans import Bounds, q_spans, visible
 
 DOCUMENTS = torch.tensor([[0] * 300 + [1] * 90 + [2] * 400 + [3] * 234, [7] * 1024]).int()
 STATIC = {"head_dim": 128, "dtype": "bfloat16", "target": "sm_90a"}
@@ -90,8 +97,42 @@ def test_lists_by_key_as_a_backward_reads_them() -> None:
         assert together[lists.order[2, h // 2].long()].diff().min() >= 0
 
 
+def test_turns_of_lists() -> None:
+    """Each counts the tiles before it, of its head, that have the block."""
+    mask = lambda b, h, q, kv: document(DOCUMENTS)(b, h, q, kv) & (q + h * 200 >= kv)  # noqa: E731
+    blocks = fa_cute.plan_mask(mask, 2, 4, 1024, 1024)
+    lists = blocks.key_lists_for(2, 4, 2, turns=True)
+    for head in itertools.product(range(2), range(4)):
+        seen: Counter[int] = Counter()
+        for begin, end in zip(lists.begin[head].tolist(), lists.end[head].tolist(), strict=True):
+            found = (lists.entries[begin:end] >> 1).tolist()
+            assert lists.turns[begin:end].tolist() == [seen[block] for block in found]
+            seen.update(found)
+        assert max(seen.values()) > 1
+
+
+@pytest.mark.parametrize("bounds", [(None, None), (None, 0), (300, 0), (70, 40)], ids=str)
+@pytest.mark.parametrize("lengths", [(1024, 1024), (900, 1500), (1500, 700)], ids=str)
+def test_turns_of_ranges(lengths: tuple[int, int], bounds: tuple) -> None:
+    """What a block's runs count before a tile is how many tiles before it visit the block."""
+    limits, (tile_q, tile_kv) = Bounds(*lengths, *bounds), (64, 128)
+    blocks, tiles = (-(-n // size) for n, size in zip(lengths, (tile_q, tile_kv), strict=True))
+    spans = [q_spans(limits, n * tile_kv, (n + 1) * tile_kv, tile_q) for n in range(tiles)]
+    for mask in (longformer(), lambda b, h, q, kv: q // 300 == kv // 300):
+        ranges = ranges_of(trace_mask_mod(mask).graph)
+        for block in range(blocks):
+            queries = block * tile_q, (block + 1) * tile_q
+            found = runs(ranges, (), queries, lengths, tile_kv)
+            first = max(0, visible(limits, *queries)[0]) // tile_kv
+            before = 0
+            for tile, (begin, _, _, end) in enumerate(spans):
+                if begin <= block < end and blocks_in(found, tile, tile + 1):
+                    assert blocks_in(found, first, tile) == before
+                    before += 1
+
+
 def test_a_backward_visits_what_its_forward_does() -> None:
-    """Lists of its own tile; with turns, which are of bounds, bounds."""
+    """Lists of its own tile; in turns too, but for lists under a left bound."""
     mask = document(DOCUMENTS)
     blocks = fa_cute.plan_mask(mask, 2, None, 1024, 1024)
     facts = {"lse_gradient": False, "deterministic": False}
@@ -99,8 +140,11 @@ def test_a_backward_visits_what_its_forward_does() -> None:
         forward = planned(given)
         listed = getattr(given, "key_tile", None)
         assert plans_of(forward, **facts, listed=listed).main.visits == visits
-        turned = plans_of(forward, **facts | {"deterministic": True}, listed=listed)
-        assert turned.main.visits == "bounds"
+        facts["deterministic"] = True
+        assert plans_of(forward, **facts, listed=listed).main.visits == visits
+        left = replace(forward, window=(True, False))
+        assert plans_of(left, **facts, listed=listed).main.visits == "ranges"
+        facts["deterministic"] = False
         around = plans_of(forward, **facts, listed=listed)
         assert around.preprocess.visits == around.postprocess.visits == "bounds"
 

@@ -39,14 +39,15 @@ class KeyWalk:
         self.noted = plan.visits != "bounds"
         self.modified = plan.score_mod is not None or plan.mask_mod is not None
         self.cut = plan.causal or any(plan.window) or plan.deterministic or self.noted
-        assert not (plan.deterministic and self.noted), "turns are counted by bounds alone"
+        # By their length lists would put a tile before others whose turns come first.
+        self.sorted = plan.visits == "lists" and not plan.deterministic
 
     def number(self, io: BwdIo) -> Tiles:
         """The numbering of tiles."""
         batch, seqlen_k, heads = (io.k.shape[i] for i in range(3))
         head_bytes = io.q.shape[1] * (2 * (self.plan.head_dim + self.plan.head_dim_v))
         section = section_of(head_bytes * self.plan.gqa_ratio, 1)
-        if self.plan.visits == "lists":
+        if self.sorted:
             # A few tiles may be far longer than the rest: those of all heads come first.
             section = heads * batch
         return Tiles.of(cute.ceil_div(seqlen_k, self.config.tile_kv), heads, batch, section)
@@ -54,7 +55,7 @@ class KeyWalk:
     def place(self, x: Any, number: Int32) -> Place:
         """The place of tile ``number``: by key head. Where tiles differ, the longest come first."""
         place = x.tiles.place(number, self.cut)
-        if self.plan.visits == "lists":
+        if self.sorted:
             order = x.extra.block_lists.order
             return place._replace(block=order[place.batch, place.head, place.block])
         # Under causal, and as far as is known under a mask, most queries see the first keys.
@@ -89,11 +90,11 @@ class KeyWalk:
         """Visit number ``index``, after that of block ``previous`` (the first: the spans' end)."""
         return visits.provider.following(index, previous)
 
-    def turn(self, x: Any, place: Place, block: Int32) -> Int32:
-        """How many tiles of keys before this one see the block of queries."""
+    def turn(self, x: Any, place: Place, visits: Visits, index: Int32, block: Int32) -> Int32:
+        """How many tiles of keys before this one visit the ``block`` that is visit ``index``."""
         first = Int32(0)
         if x.bounds.left is not None:
             tile = self.config.tile_q
             keys, _ = visible(x.bounds, block * tile, (block + 1) * tile, ARITHMETIC)
             first = cutlass.max(keys, Int32(0)) // self.config.tile_kv
-        return place.block - first
+        return visits.provider.before(index, block, (first, place.block))

@@ -32,7 +32,7 @@ from fa_cute.device.fragment import Fragment
 from fa_cute.device.score import Given, Modifier, deal
 from fa_cute.mods.affine import input_graphs, ranges_of
 from fa_cute.mods.graph import Graph, Node
-from fa_cute.mods.ranges import Integers, Ranges, Run, clipped, runs
+from fa_cute.mods.ranges import Integers, Ranges, Run, blocks_in, clipped, runs
 from fa_cute.mods.shown import visible_graph
 from fa_cute.plan import BlockLists, Extra, Plan
 from fa_cute.spans import KvSpans, QSpans
@@ -81,6 +81,10 @@ class SpanVisits(NamedTuple):
     def following(self, index: Int32, _: Int32) -> Visit:
         """Visit number ``index``."""
         return self.at(index)
+
+    def before(self, index: Int32, block: Int32, tiles: tuple[Int32, Int32]) -> Int32:
+        """How many of ``tiles`` [first, own) visit the block of the own one's visit ``index``."""
+        return tiles[1] - tiles[0]
 
 
 @dataclass(frozen=True)
@@ -133,6 +137,7 @@ class ListVisits:
     entries: cute.Tensor
     count: Int32
     within: KvSpans | QSpans | None
+    turns: cute.Tensor | None = None
 
     @staticmethod
     def of(
@@ -140,13 +145,16 @@ class ListVisits:
     ) -> ListVisits:
         """For the tile at ``place`` (batch, query head, tile); all lanes of a warp call it."""
         first, end = lists.begin[place], lists.end[place]
+        turns = lists.turns
         if within is not None:
             # Entries fall: those above the bounds come first, those below last.
             last = first + count_from(lists.entries, (first, end), within.begin)
             first = first + count_from(lists.entries, (first, end), within.end)
             end = last
         own = cute.domain_offset((first,), lists.entries)  # a register less than an index
-        return ListVisits(own, end - first, within)
+        if turns is not None:
+            turns = cute.domain_offset((first,), turns)
+        return ListVisits(own, end - first, within, turns)
 
     def at(self, index: Int32) -> Visit:
         """Visit number ``index``, below ``count``."""
@@ -158,6 +166,10 @@ class ListVisits:
     def following(self, index: Int32, _: Int32) -> Visit:
         """Visit number ``index``."""
         return self.at(index)
+
+    def before(self, index: Int32, block: Int32, tiles: tuple[Int32, Int32]) -> Int32:
+        """As ``SpanVisits.before``, for all tiles before: they start at 0 without a left bound."""
+        return self.turns[index]
 
 
 @dataclass(frozen=True)
@@ -183,14 +195,22 @@ class KeyRangeVisits:
         """The visit after that of block ``previous`` (the first: ``within.end``), if there is."""
         return _next_asked(self, previous)
 
+    def runs(self, block: Int32) -> list[Run]:
+        """The tiles of keys that a ``block`` of queries sees, without bounds."""
+        tile_q, tile_kv = self.tile
+        queries = block * tile_q, (block + 1) * tile_q
+        found = runs(self.ranges, self.inputs, queries, self.place[1], tile_kv, INT32)
+        return [Run(*map(Int32, run)) for run in found]
+
+    def before(self, _: Int32, block: Int32, tiles: tuple[Int32, Int32]) -> Int32:
+        """As ``SpanVisits.before``."""
+        return blocks_in(self.runs(block), *tiles, INT32)
+
     def asked(self, block: Int32) -> tuple[Int32, Int32]:
         """Whether a ``block`` of queries is visited, and whether it is whole: 0 or 1."""
-        tile_q, tile_kv = self.tile
-        key_tile, lengths = self.place
-        queries = block * tile_q, (block + 1) * tile_q
+        key_tile = self.place[0]
         kept = whole = Int32(0)
-        for run in runs(self.ranges, self.inputs, queries, lengths, tile_kv, INT32):
-            run = Run(*map(Int32, run))
+        for run in self.runs(block):
             here = (key_tile >= run.begin) & (key_tile < run.end)
             plain = (key_tile >= run.middle_begin) & (key_tile < run.middle_end)
             kept = cutlass.select_(here, Int32(1), kept)

@@ -141,10 +141,11 @@ def _config(forward: Plan) -> BwdConfig:
 def _visits(
     forward: Plan, config: BwdConfig, listed: tuple[int, int] | None, deterministic: bool
 ) -> str:
-    """Where the main kernel's blocks of queries come from; turns are of bounds alone."""
-    if deterministic:
-        return "bounds"
-    listed = listed == (config.tile_q, config.tile_kv)
+    """Where the main kernel's blocks of queries come from.
+
+    Lists count turns as if every tile before saw the block, which a left bound makes untrue.
+    """
+    listed = listed == (config.tile_q, config.tile_kv) and not (deterministic and forward.window[0])
     return visits_of(forward.score_mod, forward.mask_mod, listed=listed)
 
 

@@ -83,6 +83,7 @@ class MaskBlocks:
     evaluated: bool
     _counts: list[TileCounts] = field(default_factory=list, repr=False)
     _lists: dict[tuple, KernelLists] = field(default_factory=dict, repr=False)
+    _turns: list[Tensor] = field(default_factory=list, repr=False)
 
     def __call__(self, b: Any, h: Any, q: Any, kv: Any) -> Any:
         return self.mask_mod(b, h, q, kv)
@@ -101,9 +102,32 @@ class MaskBlocks:
         """The lists of ``by_query`` as a forward reads them, for a call of these sizes."""
         return self._read(self.by_query, batch, heads, 1)
 
-    def key_lists_for(self, batch: int, heads: int, ratio: int) -> KernelLists:
-        """The lists of ``by_key`` as a backward reads them; ``ratio`` heads share a key head."""
-        return self._read(self.by_key, batch, heads, ratio)
+    def key_lists_for(
+        self, batch: int, heads: int, ratio: int, *, turns: bool = False
+    ) -> KernelLists:
+        """The lists of ``by_key`` as a backward reads them; ``ratio`` heads share a key head.
+
+        ``turns``: with those of a deterministic one.
+        """
+        found = self._read(self.by_key, batch, heads, ratio)
+        if not turns:
+            return found
+        if not self._turns:
+            self._turns.append(self._turns_of(self.by_key))
+        return found._replace(turns=self._turns[0])
+
+    def _turns_of(self, lists: BlockLists) -> Tensor:
+        """int32 (entries,): how many lists of the head before an entry's have its block, too.
+
+        Entries of one block stay in the order of their lists when they are sorted by block.
+        """
+        at = torch.arange(len(lists.entries), device=lists.entries.device)
+        tiles = (len(lists.offsets) - 1) // (self.batch * self.heads)
+        head = torch.searchsorted(lists.offsets[1:], at, right=True, out_int32=True) // tiles
+        block = head.long() * 2**31 + (lists.entries >> 1)
+        block, order = block.sort(stable=True)
+        rank = at - torch.searchsorted(block, block)
+        return torch.empty_like(lists.entries).scatter_(0, order, rank.int())
 
     def _read(self, lists: BlockLists, batch: int, heads: int, ratio: int) -> KernelLists:
         key = lists is self.by_key, batch, heads, ratio

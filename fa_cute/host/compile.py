@@ -343,7 +343,7 @@ def _fake_arguments(plan: Plan) -> tuple[Any, Extra, Launch]:
             scalars or None,
             _fake_sinks() if plan.sinks else None,
             _fake_gradients(plan),
-            _fake_lists() if plan.block_lists else None,
+            _fake_lists(turns=plan.deterministic) if plan.block_lists else None,
         ),
         Launch(Float32(0), Int32(0), Int32(0), Int32(0), _fake_counter(), _fake_scratch(plan)),
     )
@@ -411,9 +411,10 @@ def _fake_sinks() -> Any:
     )
 
 
-def _fake_lists() -> BlockLists:
-    """begin, end and order (B, Hq, tiles of queries), entries (n,): int32, any strides."""
-    return BlockLists(*(_fake_captured(Captured("int32", rank)) for rank in (3, 3, 3, 1)))
+def _fake_lists(*, turns: bool) -> BlockLists:
+    """begin, end and order (B, Hq, tiles), entries and turns (n,): int32, any strides."""
+    ranks = (3, 3, 3, 1, 1) if turns else (3, 3, 3, 1)
+    return BlockLists(*(_fake_captured(Captured("int32", rank)) for rank in ranks))
 
 
 def _fake_counter() -> Any:

@@ -284,27 +284,32 @@ class BwdSm90:
     @cute.jit
     def await_turns(self, x: Operands, rings, place: Place):
         """Wait, for block after block, until the tiles of keys before this one have added to it."""
-        spans = self.walk.spans(x, place)
         for i in cutlass.range(self.plan.gqa_ratio, unroll=1):
-            counters = self.counters(x, place, i)
-            for j in cutlass.range(spans.end - spans.begin, unroll=1):
-                block = spans.end - 1 - j
+            own = place._replace(head=place.head * self.plan.gqa_ratio + i)
+            counters = self.counters(x, own)
+            visits = self.walk.visits(x, own)
+            block = self.walk.spans(x, own).end
+            for j in cutlass.range(visits.count, unroll=1):
+                block = self.walk.following(visits, j, block).block
                 with rings.turn.fill():
-                    turns.wait(counters + block, self.walk.turn(x, place, block))
+                    turns.wait(counters + block, self.walk.turn(x, own, visits, j, block))
 
     @cute.jit
     def give_turns(self, x: Operands, rings, place: Place):
         """Let the next tile of keys add, to block after block, once this one has."""
-        spans = self.walk.spans(x, place)
         for i in cutlass.range(self.plan.gqa_ratio, unroll=1):
-            counters = self.counters(x, place, i)
-            for j in cutlass.range(spans.end - spans.begin, unroll=1):
+            own = place._replace(head=place.head * self.plan.gqa_ratio + i)
+            counters = self.counters(x, own)
+            visits = self.walk.visits(x, own)
+            block = self.walk.spans(x, own).end
+            for j in cutlass.range(visits.count, unroll=1):
+                block = self.walk.following(visits, j, block).block
                 with rings.added.drain():
-                    turns.give(counters + (spans.end - 1 - j))
+                    turns.give(counters + block)
 
-    def counters(self, x: Operands, place: Place, i: Int32) -> cute.Pointer:
-        """How many tiles of keys have added to the blocks of the key head's query head ``i``."""
-        return x.io.turns[place.batch, place.head * self.plan.gqa_ratio + i, None].iterator
+    def counters(self, x: Operands, place: Place) -> cute.Pointer:
+        """How many tiles of keys have added to the blocks of the query head at ``place``."""
+        return x.io.turns[place.batch, place.head, None].iterator
 
     @cute.jit
     def math(self, x: Operands, rings, buffers: Buffers, place: Place):

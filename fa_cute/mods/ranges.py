@@ -149,6 +149,15 @@ def runs(
     return _disjoint(found, integers)
 
 
+def blocks_in(found: Sequence[Run], begin: Any, end: Any, integers: Integers = PYTHON) -> Any:
+    """How many blocks of the ``runs`` that were ``found`` lie in ``[begin, end)``."""
+    total = 0
+    for run in found:
+        inside = integers.minimum(run.end, end) - integers.maximum(run.begin, begin)
+        total = total + integers.maximum(inside, 0)
+    return total
+
+
 def shrinking(ranges: Ranges) -> bool:
     """Whether the first queries see more keys than the last ones: a guess, with inputs of 0."""
     length, tile = 1 << 16, 128

@@ -168,8 +168,9 @@ def test_all_at_once(dim: int, deterministic: bool) -> None:
     check_learned(learned, build, shape=shape, sinks=sinks, **options)
     forward = {p.visits for p in compiling.plans_in_memory() if p.direction == FORWARD}
     assert "lists" in forward
+    backward = [p for p in compiling.plans_in_memory() if p.direction == BACKWARD]
+    assert ("lists", deterministic) in {(p.visits, p.deterministic) for p in backward}
     if not deterministic:
-        assert "lists" in {p.visits for p in compiling.plans_in_memory() if p.direction == BACKWARD}
         return
     x = tensors(Case((dim, dim), (700, 700), (6, 2)))
     leaves = [t.detach().requires_grad_() for t in (*x[:3], learned["table"], sinks)]
