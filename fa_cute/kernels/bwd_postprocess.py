@@ -54,9 +54,7 @@ class BwdPostprocess:
 
     @cute.kernel
     def kernel(self, x: Sums):
-        thread = cute.arch.thread_idx()[0]
-        # The main kernel's last sums come first: some of them are still in the L2.
-        number = cute.arch.grid_dim()[0] - 1 - cute.arch.block_idx()[0]
+        number, thread = cute.arch.block_idx()[0], cute.arch.thread_idx()[0]
         block, head = number % x.blocks, number // x.blocks % x.heads
         batch = number // x.blocks // x.heads
         sums, dq = x.io.sums[batch, head, 0, None], x.io.dq[batch, None, head, None]
