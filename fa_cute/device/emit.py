@@ -122,6 +122,17 @@ def ramp(start: Value, offsets: Sequence[int], *, by_lane: bool = False) -> Valu
     return _add_float(splat(start, lanes), steps)
 
 
+def line(start: Value, step: Value, offsets: Sequence[int], *, by_lane: bool = False) -> Value:
+    """The vector ``start + step * offsets[i]`` of scalars float32, an fma each; as ``ramp``."""
+    if by_lane:
+        lanes = [math.fma(step, like(step, offset), start) for offset in offsets]
+        return gathered(lanes, len(offsets))
+    kind = ir.VectorType.get([len(offsets)], start.type)
+    numbers = [_attribute(offset, start.type) for offset in offsets]
+    steps = arith.constant(kind, ir.DenseElementsAttr.get(numbers, kind))
+    return math.fma(splat(step, len(offsets)), steps, splat(start, len(offsets)))
+
+
 def splat(value: Value, lanes: int) -> Value:
     """A scalar in every lane."""
     return vector.broadcast(ir.VectorType.get([lanes], value.type), value)
@@ -354,6 +365,11 @@ _INTEGER = {
     **{"add": arith.addi, "sub": arith.subi, "mul": arith.muli, "and": arith.andi, "or": arith.ori},
     **{"xor": arith.xori, "minimum": arith.minsi, "maximum": arith.maxsi},
 }
+
+
+def on_floats(op: str, *values: Value) -> Value:
+    """``op``, one of neg, add, sub and mul, of float32."""
+    return arith.negf(*values) if op == "neg" else _FLOAT[op](*values)
 
 
 def operation(node: Node, operands: Sequence[Operand], *, exact: bool) -> Value:

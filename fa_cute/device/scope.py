@@ -8,7 +8,7 @@ meets it. A short vector (of a partial index) is evaluated by component, in the 
 from __future__ import annotations
 
 from collections import ChainMap
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -34,6 +34,45 @@ class Ramp(NamedTuple):
     level: str
     start: Any
     offsets: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Line:
+    """A float32 value whose lanes are ``start + step * offsets``, ``step`` None being 1.
+
+    Of ALiBi's ``slope * (kv - q)`` it makes one FFMA a lane with the offset in the instruction,
+    where a ramp and a product are two. Its lanes are computed where they are read.
+    """
+
+    level: str
+    start: Any
+    step: Any | None
+    offsets: tuple[int, ...]
+    by_lane: bool
+
+    @property
+    def parts(self) -> tuple[Any, ...]:
+        """As a ``Value`` has them."""
+        if self.step is None:
+            return (emit.ramp(self.start, self.offsets, by_lane=self.by_lane),)
+        return (emit.line(self.start, self.step, self.offsets, by_lane=self.by_lane),)
+
+    def after(self, op: str, others: Sequence[Any], place: int) -> Line | None:
+        """``op`` of the line as operand ``place`` and scalars; None if that is no line."""
+        if op == "neg":
+            return self._turned(emit.on_floats("neg", self.start))
+        if op in ("add", "sub"):
+            operands = (self.start, *others) if place == 0 else (*others, self.start)
+            start = emit.on_floats(op, *operands)
+            return self._turned(start) if (op, place) == ("sub", 1) else replace(self, start=start)
+        if op != "mul":
+            return None
+        (factor,) = others
+        step = factor if self.step is None else emit.on_floats("mul", self.step, factor)
+        return replace(self, start=emit.on_floats("mul", self.start, factor), step=step)
+
+    def _turned(self, start: Any) -> Line:
+        return replace(self, start=start, offsets=tuple(-x for x in self.offsets))
 
 
 @dataclass(frozen=True)
@@ -172,13 +211,15 @@ class Scope:
             return self._leaf(inner.op, node.type) if node.type == "float32" else memo[node.args[0]]
         return self._operation(at, memo)
 
-    def _leaf(self, name: str, kind: str) -> Value:
+    def _leaf(self, name: str, kind: str) -> Value | Line:
         leaf = self.leaves[name]
         if isinstance(leaf, Value):
             return leaf
         start = leaf.start.ir_value()
         start = emit.to_float(start) if kind == "float32" else start
         by_lane = len(self.fragment.rows) == 1
+        if kind == "float32":
+            return Line(leaf.level, start, None, leaf.offsets, by_lane)
         return Value(leaf.level, (emit.ramp(start, leaf.offsets, by_lane=by_lane),))
 
     def _operand(self, at: int, value: Any) -> emit.Operand:
@@ -187,8 +228,11 @@ class Scope:
         natural = lowered.natural_anywhere if self.collapsed else lowered.natural
         return emit.Operand(value, node.attr if node.op == "const" else None, natural[at])
 
-    def _operation(self, at: int, memo: Mapping[int, Value]) -> Value:
+    def _operation(self, at: int, memo: Mapping[int, Value]) -> Value | Line:
         node = self.schedule.lowered.graph.nodes[at]
+        line = self._line(at, [memo[arg] for arg in node.args])
+        if line is not None:
+            return line
         level = join(memo[arg].level for arg in node.args)
         # By the graph's own level: a fragment and its transpose compute the same score.
         own = level_in(self.schedule.transposed, level)
@@ -199,6 +243,17 @@ class Scope:
             operands = [self._operand(*pair) for pair in zip(node.args, values, strict=True)]
             parts.append(emit.operation(node, operands, exact=exact))
         return Value(level, tuple(parts))
+
+    def _line(self, at: int, operands: list[Any]) -> Line | None:
+        """The node, if it is a line: of one, and of what the tile holds; not where bits decide."""
+        lines = [i for i, operand in enumerate(operands) if isinstance(operand, Line)]
+        others = [x for i, x in enumerate(operands) if i not in lines]
+        inexact = not self.schedule.lowered.exact[at]
+        if len(lines) != 1 or not inexact or any(x.level != "tile" for x in others):
+            return None
+        (place,) = lines
+        op = self.schedule.lowered.graph.nodes[at].op
+        return operands[place].after(op, [x.parts[0] for x in others], place)
 
     def _sum(self, vector: int, memo: Mapping[int, Value]) -> Value:
         """The sum of a short vector's components; from nine on in a loop of the kernel."""
