@@ -183,7 +183,7 @@ def _rows(case: Case, texts: list[str]) -> list[str]:
     if dims in ROWS:
         return ROWS[dims].split()
     cut, modified = case.mask != "full", case.variant != "plain"
-    c = fwd_sm90(*dims, cut=cut, modified=modified)
+    c = fwd_sm90(*dims, cut=cut, modified=modified, scored=modified)
     registers = f"{c.producer_registers}/{c.consumer_registers}"
     tile = f"{c.tile_m}x{c.tile_n}x{c.kv_stages}x{c.q_stages}"
     return [f"{tile}:{registers}:{'t' if c.ping_pong else 'n'}"]

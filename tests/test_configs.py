@@ -31,6 +31,7 @@ def calls(row: Row) -> list[tuple[str, bool, bool]]:
             modified=modified,
             dtype=dtype,
             few_keys=row.config.few_keys,
+            scored=row.scored,
         )
         is row.config
     ]
@@ -92,9 +93,17 @@ def test_every_row_is_used() -> None:
 @pytest.mark.compile
 @pytest.mark.parametrize("at", range(len(FWD_SM90)), ids=lambda at: str(FWD_SM90[at].head_dims))
 def test_no_row_spills_or_serialises(at: int) -> None:
-    """Each row's kernel for the most work: fp16, bounds on both sides, a softcap, sinks, lse."""
+    """Each row's kernel for the most work: fp16, bounds on both sides, a softcap, sinks, lse.
+
+    Where there is a row for score_mods alone, the others have a mask_mod too.
+    """
     row = FWD_SM90[at]
     dtype, cut, modified = calls(row)[-1]
+    shared = (
+        modified
+        and not row.scored
+        and any(other.scored and other.head_dims == row.head_dims for other in FWD_SM90)
+    )
     kernel = fa_cute.compile(
         head_dim=row.head_dims[0],
         head_dim_v=row.head_dims[1],
@@ -102,6 +111,7 @@ def test_no_row_spills_or_serialises(at: int) -> None:
         causal=cut,
         window=(cut, False),
         score_mod=(lambda s, b, h, q, kv: 30 * torch.tanh(s / 30)) if modified else None,
+        mask_mod=(lambda b, h, q, kv: q + kv != 3) if shared else None,
         return_lse=True,
         sinks=True,
         few_keys=row.config.few_keys,

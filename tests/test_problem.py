@@ -278,7 +278,7 @@ def test_a_target_without_kernels_is_refused() -> None:
 
 
 def test_configuration_rows_fit_the_machine() -> None:
-    for (d, dv), _, _, config, why, _ in FWD_SM90:
+    for (d, dv), _, _, config, why, *_ in FWD_SM90:
         assert why and config.tile_m % 64 == 0 and config.tile_n % 8 == 0
         registers = config.producer_registers, config.consumer_registers
         assert all(count % 8 == 0 for count in registers)

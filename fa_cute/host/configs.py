@@ -32,6 +32,8 @@ class Row(NamedTuple):
 
     ``cut``: causal or a window cuts tiles. ``modified``: a score_mod or a mask_mod is present.
     ``dtype``: "bfloat16" or "float16", whose conversions take more registers; None for either.
+    ``scored``: only for calls whose one mod is a score_mod that hides nothing, so that no lists of
+    blocks are made for their tile.
     """
 
     head_dims: tuple[int, int]
@@ -40,6 +42,7 @@ class Row(NamedTuple):
     config: FwdConfig | FwdSm100Config
     why: str
     dtype: str | None = None
+    scored: bool = False
 
 
 FWD_SM90: tuple[Row, ...] = (
@@ -56,6 +59,14 @@ FWD_SM90: tuple[Row, ...] = (
         False,
         FwdConfig(128, 176, 2, 1, 24, 240),
         "S8k full, two cards: 718, 710 TFLOP/s, without turns 725, 695; 128 x 128 715, 705",
+    ),
+    Row(
+        (128, 128),
+        None,
+        True,
+        FwdConfig(192, 80, 2, 2, 32, 160),
+        "S8k full: ALiBi 691 TFLOP/s, 128 x 128 663; softcap 603 and 550, FA3 558",
+        scored=True,
     ),
     Row(
         (128, 128),
@@ -260,12 +271,13 @@ def fwd_sm90(
     modified: bool,
     dtype: str = "bfloat16",
     few_keys: bool = False,
+    scored: bool = False,
 ) -> FwdConfig:
     """The configuration of a forward on sm_90; ValueError says which head dims have one.
 
-    ``few_keys``: the call is in that class of lengths (see above).
+    ``few_keys``: the call is in that class of lengths (see above). ``scored``: as in ``Row``.
     """
-    table = [row for row in FWD_SM90 if few_keys or not row.config.few_keys]
+    table = [row for row in FWD_SM90 if row.config.few_keys <= few_keys and row.scored <= scored]
     return _first(table, (head_dim, head_dim_v), cut, modified, dtype)
 
 

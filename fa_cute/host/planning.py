@@ -140,7 +140,7 @@ def plan_by_elements(problem: Problem, mods: Mods, target: str) -> Plan:
         cut=problem.causal or any(window),
         modified=score_mod is not None or mask_mod is not None,
         dtype=dtype,
-        **({"few_keys": problem.few_keys} if CONFIGS[target] is configs.fwd_sm90 else {}),
+        **(_classes(problem, score_mod, mask_mod) if target == "sm_90a" else {}),
     )
     bare = not any((score_mod, mask_mod, problem.sinks))
     if bare and problem.few_queries and packs(problem.gqa_ratio, config):
@@ -165,6 +165,14 @@ def plan_by_elements(problem: Problem, mods: Mods, target: str) -> Plan:
         config=config,
         visits=_visits(mods, config),
     )
+
+
+def _classes(problem: Problem, score_mod: Graph | None, mask_mod: Graph | None) -> dict[str, bool]:
+    """What more than head dims and bounds chooses a row of sm_90: see ``configs.fwd_sm90``."""
+    from fa_cute.mods.shown import visible_graph
+
+    scored = score_mod is not None and visible_graph(score_mod, mask_mod) is None
+    return {"few_keys": problem.few_keys, "scored": scored}
 
 
 def biased(plan: Plan, slot: int) -> Plan:
