@@ -27,6 +27,7 @@ from bench.timing import Candidate, Effort, Stopwatch
 
 # An error of the output that passes, in roundings of its largest element: what rounding P and the
 # output costs, with room; a mod's own arithmetic (tanh.approx is good to 2^-11) needs more.
+OWN = ("ours", "plain")
 ROUNDINGS = {"plain": 2.0, "mod": 8.0}
 
 
@@ -109,18 +110,18 @@ def summary(rows: list[dict[str, Any]], names: list[str]) -> str:
     lines = []
     for name, found in by_case.items():
         speeds = {peer: row.get("tflops") for peer, row in found.items()}
-        best = max((s for peer, s in speeds.items() if s and peer != "ours"), default=None)
+        best = max((s for peer, s in speeds.items() if s and peer not in OWN), default=None)
         ours = found.get("ours", {})
         cells = [_cell(speeds.get(peer), "{:.0f}") for peer in names]
         cells += [
-            _cell(speeds["ours"] / best if best and speeds.get("ours") else None, "{:.3f}"),
+            *(_ratio(speeds.get("ours"), other) for other in (best, speeds.get("plain"))),
             _cell(ours.get("host_us"), "{:.0f}"),
             _cell(ours.get("joules"), "{:.3f}"),
             _cell(ours.get("sm_clock_mhz"), "{:.0f}"),
             _cell(ours.get("error"), "{:.1e}"),
         ]
         lines.append([name, *cells])
-    header = ["case", *names, "ours/best", "host us", "joules", "MHz", "error"]
+    header = ["case", *names, "ours/best", "of plain", "host us", "joules", "MHz", "error"]
     reasons = {f"{row['peer']}: {row['absent']}": row["case"] for row in rows if row["absent"]}
     absent = [f"\nabsent  {reason}  ({case})" for reason, case in reasons.items()]
     return table(header, lines) + "".join(absent)
@@ -152,6 +153,10 @@ def _row(case: Case, peer: str, bound: float) -> dict[str, Any]:
 
 def _cell(value: float | None, form: str) -> str:
     return "-" if value is None else form.format(value)
+
+
+def _ratio(ours: float | None, other: float | None) -> str:
+    return _cell(ours / other if ours and other else None, "{:.3f}")
 
 
 def _oracle(case: Case, x: Inputs) -> torch.Tensor:

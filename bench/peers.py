@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -48,6 +49,13 @@ def _ours(case: Case, x: Inputs) -> Candidate:
 
     arguments = case.arguments(x.q.device)
     return Candidate("ours", lambda: fa_cute.attention(x.q, x.k, x.v, **arguments))
+
+
+def _plain(case: Case, x: Inputs) -> Candidate:
+    """Ours without the case's mod: what the mod costs, in the same rounds."""
+    if case.variant == "plain":
+        raise Absent("the case has no mod")
+    return replace(_ours(replace(case, variant="plain"), x), name="plain")
 
 
 def _fa3(case: Case, x: Inputs) -> Candidate:
@@ -129,6 +137,7 @@ def _import(name: str) -> Any:
 
 PEERS: dict[str, Callable[[Case, Inputs], Candidate]] = {
     "ours": _ours,
+    "plain": _plain,
     "fa3": _fa3,
     "fa4": _fa4,
     "cudnn": functools.partial(_sdpa, "cudnn"),

@@ -4,12 +4,13 @@ First ``--compile-only`` on any host fills FA_CUTE_CACHE_DIR; then, on the devic
 without it measure every row and FA3 in the same rounds. A row is written
 ``tile_m x tile_n x KV stages x Q stages : producer / consumer registers : t|n`` (turns, none),
 e.g. ``128x176x2x1:24/240:t``; with ``@NAME`` behind it the kernel has that change of
-``bench.ablated``.
+``bench.ablated``. Beside a mod the plain kernel takes turns too.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import re
 import sys
 from dataclasses import replace
@@ -28,7 +29,8 @@ from fa_cute.host import compile as compiling
 from fa_cute.host.compile import compiled
 from fa_cute.host.configs import fwd_sm90
 from fa_cute.host.launch import Kernel
-from fa_cute.host.planning import Mods
+from fa_cute.host.planning import NO_MODS, Mods
+from fa_cute.host.problem import FEW_KEYS
 from fa_cute.host.target import sm_count
 from fa_cute.host.workspace import counter
 from fa_cute.plan import Extra, FwdConfig, Io, Launch, Plan
@@ -83,7 +85,13 @@ def plan(case: Case, config: FwdConfig, device: str) -> tuple[Plan, Mods]:
 
 
 def kernel(case: Case, text: str, device: str) -> tuple[Kernel, Mods]:
-    """The kernel that a row's text names, and its mods with captured tensors on ``device``."""
+    """The kernel that a row's text names, and its mods with captured tensors on ``device``.
+
+    ``plain``: the one that a call without the mod takes.
+    """
+    if text == "plain":
+        case = replace(case, variant="plain")
+        return compiled(plan(case, _default(case), device)[0]), NO_MODS
     shape, _, name = text.partition("@")
     made, mods = plan(case, row(shape), device)
     if not name:
@@ -118,14 +126,16 @@ def main(argv: list[str] | None = None) -> int:
 def summary(rows: list[dict[str, Any]]) -> str:
     """A table of measured rows, the fastest of each case first."""
     lines = [_cells(r) for r in sorted(rows, key=lambda r: (r["case"], -r["tflops"]))]
-    return table(["case", "row", "TFLOP/s", "of FA3", "error", "regs", "spill", "KiB"], lines)
+    return table(
+        ["case", "row", "TFLOP/s", "of FA3", "of plain", "error", "regs", "spill", "KiB"], lines
+    )
 
 
 def compile_only(chosen: list[Case], texts: list[str]) -> int:
     """Compile every row that can be; the reasons of those that cannot are printed."""
     failed = 0
     for case in dict.fromkeys(chosen):
-        for text in _rows(case, texts):
+        for text in [*_beside(case)[1:], *_rows(case, texts)]:
             try:
                 made, _ = kernel(case, text, "meta")
                 print(f"{case.name} {text}: {made.source} {made.resources}", flush=True)
@@ -136,13 +146,13 @@ def compile_only(chosen: list[Case], texts: list[str]) -> int:
 
 
 def measure(case: Case, texts: list[str], stopwatch: Stopwatch) -> list[dict[str, Any]]:
-    """A line for FA3 and for each row that runs: TFLOP/s, error against the oracle, resources."""
+    """A line for each row that runs: TFLOP/s, error against the oracle, resources."""
     inputs = case.tensors()
     head = Inputs(*(t[:1, :, :1] for t in inputs))
     right = fa_cute.reference.attention(*head, **case.arguments())
     lines: dict[str, dict[str, Any]] = {}
     ready: list[Candidate] = []
-    for text in ["fa3", *_rows(case, texts)]:
+    for text in [*_beside(case), *_rows(case, texts)]:
         try:
             made = peers.build("fa3", case, inputs) if text == "fa3" else _ours(case, text, inputs)
             out = peers.output(made.call())[:1, :, :1]
@@ -150,15 +160,15 @@ def measure(case: Case, texts: list[str], stopwatch: Stopwatch) -> list[dict[str
         except Exception as error:
             print(f"{case.name} {text}: {_first_line(error)}", flush=True)
             continue
-        error = float((out.double() - right).abs().max())
+        error = None if text == "plain" else float((out.double() - right).abs().max())
         lines[text] = {"case": case.name, "row": text, "error": error, "flops": case.flops}
         if text != "fa3":
             lines[text]["resources"] = kernel(case, text, "cuda")[0].resources._asdict()
         ready.append(made)
     for name, figures in stopwatch.measure(ready).items():
         lines[name] |= figures.row() | {"tflops": case.flops / figures.device_ms / 1e9}
-    for line in lines.values():
-        line["of_fa3"] = line["tflops"] / lines["fa3"]["tflops"] if "fa3" in lines else None
+    for line, peer in itertools.product(lines.values(), ("fa3", "plain")):
+        line[f"of_{peer}"] = line["tflops"] / lines[peer]["tflops"] if peer in lines else None
     return list(lines.values())
 
 
@@ -182,11 +192,22 @@ def _rows(case: Case, texts: list[str]) -> list[str]:
     dims = (case.head_dim, case.dim_v)
     if dims in ROWS:
         return ROWS[dims].split()
-    cut, modified = case.mask != "full", case.variant != "plain"
-    c = fwd_sm90(*dims, cut=cut, modified=modified, scored=modified)
+    c = _default(case)
     registers = f"{c.producer_registers}/{c.consumer_registers}"
     tile = f"{c.tile_m}x{c.tile_n}x{c.kv_stages}x{c.q_stages}"
     return [f"{tile}:{registers}:{'t' if c.ping_pong else 'n'}"]
+
+
+def _beside(case: Case) -> list[str]:
+    return ["fa3"] if case.variant == "plain" else ["fa3", "plain"]
+
+
+def _default(case: Case) -> FwdConfig:
+    """The row that a call takes."""
+    cut, modified = case.mask != "full", case.variant != "plain"
+    few = case.seqlen <= FEW_KEYS
+    dims = case.head_dim, case.dim_v
+    return fwd_sm90(*dims, cut=cut, modified=modified, scored=modified, few_keys=few)
 
 
 def _cells(line: dict[str, Any]) -> list[str]:
@@ -195,9 +216,9 @@ def _cells(line: dict[str, Any]) -> list[str]:
     if found:
         kib = found["shared_memory"] / 1024
         resources = [str(found["registers"]), str(found["spill_bytes"]), f"{kib:.0f}"]
-    ratio = f"{line['of_fa3']:.3f}" if line["of_fa3"] else "-"
-    speed, error = f"{line['tflops']:.0f}", f"{line['error']:.1e}"
-    return [line["case"], line["row"], speed, ratio, error, *resources]
+    ratios = [f"{line[name]:.3f}" if line[name] else "-" for name in ("of_fa3", "of_plain")]
+    error = "-" if line["error"] is None else f"{line['error']:.1e}"
+    return [line["case"], line["row"], f"{line['tflops']:.0f}", *ratios, error, *resources]
 
 
 def _first_line(error: Exception) -> str:
