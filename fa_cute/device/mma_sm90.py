@@ -15,7 +15,7 @@ import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as hopper
 from cutlass import Float32, Numeric
 from cutlass._mlir import ir
-from cutlass._mlir.dialects import arith, llvm
+from cutlass._mlir.dialects import arith, llvm, vector
 from cutlass.cute.nvgpu import OperandMajorMode, warp, warpgroup
 from cutlass.tensor_utils import LayoutEnum
 
@@ -143,9 +143,9 @@ class Pieces:
         """The vector (8,) of piece ``number``."""
         return llvm.load(ir.VectorType.get([PIECE], self._type), self._place(number))
 
-    def store(self, number: int, vector: Any) -> None:
+    def store(self, number: int, values: Any) -> None:
         """Write a vector (8,) into piece ``number``, in the fragment's type."""
-        llvm.store(vector, self._place(number))
+        llvm.store(values, self._place(number))
 
     def all(self) -> list[Any]:
         """The vectors of all pieces."""
@@ -160,6 +160,18 @@ def by_row(values: list[Numeric]) -> Any:
     """The vector that holds ``values[r]`` wherever a piece has row r."""
     rows = [value.ir_value() for value in values for _ in range(2)]
     return emit.gathered(rows * (PIECE // len(rows)), PIECE)
+
+
+def by_column(values: Any, first: int) -> Any:
+    """The vector that holds ``values[first + c]`` wherever a piece has its column c of four."""
+    return vector.shuffle(values, values, [first + c for c in PIECE_COLUMNS])
+
+
+def multiply(fragment: cute.Tensor, factors: list[Numeric]) -> None:
+    """Multiply the rows of an fp32 fragment by ``factors``."""
+    by, pieces = by_row(factors), Pieces(fragment)
+    for number, values in enumerate(pieces.all()):
+        pieces.store(number, arith.mulf(values, by))
 
 
 def convert(source: cute.Tensor, target: cute.Tensor) -> None:

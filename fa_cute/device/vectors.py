@@ -6,9 +6,13 @@ from typing import Any
 
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
-from cutlass._mlir.dialects import llvm
+from cutlass._mlir.dialects import arith, llvm
 
-FLOATS = 4  # 16 bytes
+from fa_cute.device import emit
+from fa_cute.device.mma_sm90 import Pieces
+
+FLOATS = 4
+BYTES = 16
 
 
 def vector_of(tensor: cute.Tensor, at: Any) -> cute.Tensor:
@@ -18,30 +22,26 @@ def vector_of(tensor: cute.Tensor, at: Any) -> cute.Tensor:
     return cute.make_tensor(aligned, cute.make_layout(FLOATS))
 
 
-def add_to(target: cute.Tensor, values: list[Float32]) -> None:
-    """Add four values to the vector ``target`` in global memory: one reduction at the L2."""
-    address = target.iterator.toint().ir_value()
-    operands = [address, *(Float32(value).ir_value() for value in values)]
-    llvm.inline_asm(
-        None,
-        operands,
-        "red.global.add.v4.f32 [$0], {$1, $2, $3, $4};",
-        "l,f,f,f,f",
-        has_side_effects=True,
-        is_align_stack=False,
-        asm_dialect=llvm.AsmDialect.AD_ATT,
-    )
-
-
 def add_parts(sums: cute.Tensor, place: tuple[Int32, int, Int32], values: cute.Tensor) -> None:
-    """Add a thread's ``values`` to its part of the compact fp32 ``sums``.
+    """Add a thread's fragment of fp32 ``values`` to its part of the compact fp32 ``sums``.
 
     ``place``: the number of the group's part, the group's threads, the thread's number among them.
-    Vector j of thread t is number ``threads * j + t`` of the part: a warp adds to whole lines.
+    Vector j of thread t is number ``threads * j + t`` of the part: a warp adds to whole lines. One
+    reduction at the L2 a vector.
     """
     part, threads, thread = place
-    count = cute.size(values) // FLOATS
-    first = Int64(part) * (count * threads)
-    for j in range(count):
-        target = vector_of(sums, first + (j * threads + thread))
-        add_to(target, [values[FLOATS * j + k] for k in range(FLOATS)])
+    pieces, wide = Pieces(values), emit.integer(64)
+    first = Int64(part) * (cute.size(values) // FLOATS * threads) + thread
+    base = (sums.iterator + first * FLOATS).toint().ir_value()
+    lanes = [lane for piece in pieces.all() for lane in emit.lanes_in(piece)]
+    for j in range(len(lanes) // FLOATS):
+        address = arith.addi(base, arith.constant(wide, BYTES * threads * j))
+        llvm.inline_asm(
+            None,
+            [address, *lanes[FLOATS * j : FLOATS * (j + 1)]],
+            "red.global.add.v4.f32 [$0], {$1, $2, $3, $4};",
+            "l,f,f,f,f",
+            has_side_effects=True,
+            is_align_stack=False,
+            asm_dialect=llvm.AsmDialect.AD_ATT,
+        )

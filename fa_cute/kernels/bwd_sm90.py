@@ -32,6 +32,7 @@ that their round trips to the L2 pass beside the consumers' work.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -41,6 +42,8 @@ from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import cpasync, warpgroup
 
 from fa_cute.device import (
+    differential,
+    emit,
     epilogue,
     gradient,
     mask,
@@ -448,24 +451,16 @@ class BwdSm90:
 
     def exponentiate(self, body: Sweep, s: cute.Tensor, slot: Any) -> None:
         """S (2, columns) becomes P in place."""
-        shift = self.by_column(body, body.buffers.shift, slot)
-        for i in range(cute.size(s, mode=[1])):
-            own = shift[i]
-            for r in range(mma_sm90.FRAGMENT_ROWS):
-                s[r, i] = softmax.exp2(cute.math.fma(s[r, i], body.c, own))
+        differential.exponentiate(s, body.c, self.by_column(body, body.buffers.shift, slot))
 
     def differentiate(self, body: Sweep, p: cute.Tensor, dp: cute.Tensor, slot: Any) -> None:
         """dP (2, columns) becomes d score in place: the gradient of the score after its mod."""
-        delta = self.by_column(body, body.buffers.delta, slot)
-        for i in range(cute.size(p, mode=[1])):
-            own = delta[i]
-            for r in range(mma_sm90.FRAGMENT_ROWS):
-                dp[r, i] = p[r, i] * (dp[r, i] - own)
+        differential.differentiate(p, dp, self.by_column(body, body.buffers.delta, slot))
 
-    def by_column(self, body: Sweep, rows: cute.Tensor, slot: Any) -> cute.Tensor:
-        """The thread's columns of the slot's ``rows`` (tile_q, stages), in registers (columns,).
+    def by_column(self, body: Sweep, rows: cute.Tensor, slot: Any) -> Iterator[Any]:
+        """The thread's columns of the slot's ``rows`` (tile_q, stages), as each piece needs them.
 
-        Where those are few: in memory, and read where they are used.
+        In registers; where those are few: in memory, and read where they are used.
         """
         pairs = cute.make_layout((2, self.config.tile_q // 2))
         all_pairs = cute.make_tensor(rows[None, slot.index].iterator, pairs)
@@ -473,10 +468,14 @@ class BwdSm90:
         every_fourth = cute.make_layout((2, self.config.own_queries // 8), stride=(1, 8))
         mine = cute.make_tensor(first, every_fourth)
         if self.tight:
-            return mine
+            for number in range(self.config.own_queries // 16):
+                four = [mine[k, 2 * number + j].ir_value() for j in range(2) for k in range(2)]
+                yield mma_sm90.by_column(emit.gathered(four, 4), 0)
+            return
         r = cute.make_rmem_tensor(mine.shape, Float32)
         cute.autovec_copy(mine, r)
-        return cute.make_tensor(r.iterator, cute.make_layout(self.config.own_queries // 4))
+        for eight in mma_sm90.Pieces(r).all():
+            yield from (mma_sm90.by_column(eight, first) for first in (0, 4))
 
     def write(self, body: Sweep, fragment: cute.Tensor, to: cute.Tensor, slot: Any) -> None:
         """Write a rounded S^T-like fragment to the slot's (tile_q, tile_kv)."""
@@ -500,8 +499,7 @@ class BwdSm90:
     def store(self, x: Operands, work: Work, f: Fragments) -> None:
         """Round dK, times the scale, and dV, and write them; keys past the last are not written."""
         place, rows = work.place, x.bounds.seqlen_k
-        for i in range(cute.size(f.dk)):
-            f.dk[i] = f.dk[i] * x.scale
+        mma_sm90.multiply(f.dk, [x.scale] * mma_sm90.FRAGMENT_ROWS)
         for acc, target in ((f.dk, x.io.dk), (f.dv, x.io.dv)):
             rounded = cute.make_rmem_tensor(acc.layout, self.dtype)
             mma_sm90.convert(acc, rounded)
