@@ -181,7 +181,7 @@ def backward(
     if plans.main.deterministic:
         turns = torch.empty((*shape, blocks), dtype=torch.int32, device=q.device)
     q, k, v, out, dout = (kernel_ready(x) for x in (q, k, v, out, dout))
-    dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+    dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (k, v))
     if plans.preprocess.return_lse:
         dlse = torch.zeros_like(lse) if dlse is None else dlse.float().contiguous()
     launch = launch._replace(counter=counter(q.device))
@@ -190,7 +190,9 @@ def backward(
     if any(needs):
         main = compiled(plans.main)
         main(BwdIo(q, k, v, dout, shift, delta, sums, dk, dv, turns), extra, launch)
+    dq = None
     if needs.dq:
+        dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         _launch(compiled(plans.postprocess), PostprocessIo(sums, dq), launch)
     given = (x if need else None for x, need in zip((dq, dk, dv), needs))
     return Gradients(*given, delta[..., : problem.seqlen_q])
