@@ -18,6 +18,7 @@ from .learned import DEVICE, Learned, Shape, close
 from .learned import check as check_learned
 
 pytestmark = pytest.mark.gpu
+FAR = 2**24 + 64  # rows of 128: more elements than an int32 counts
 DIMS = [(64, 64), (128, 128), (192, 128), (256, 256)]
 
 
@@ -105,6 +106,43 @@ def test_long(dim: int, causal: bool) -> None:
     """64 blocks of keys, and a last one that is not whole."""
     case = Case(dims=(dim, dim), lengths=(8100, 8100), heads=(1, 1), batch=1, causal=causal)
     check(case._replace(kind="outliers"))
+
+
+def _random(length: int, seed: int) -> torch.Tensor:
+    generator = torch.Generator(DEVICE).manual_seed(seed)
+    size = (1, length, 1, 128)
+    return torch.randn(size, generator=generator, device=DEVICE, dtype=torch.bfloat16)
+
+
+def test_queries_past_32_bits() -> None:
+    """2^31 elements of q, out, dq and its sums; the last 64 rows alone see keys."""
+    leaves = [_random(n, n).requires_grad_() for n in (FAR, 64, 64)]
+    dout = _random(1, 5).expand(1, FAR, 1, 128)
+    out = fa_cute.attention(*leaves, causal=True)
+    dq, *found = torch.autograd.grad(out, leaves, dout)
+    last = [x.detach()[:, -64:].requires_grad_() for x in leaves]
+    out = fa_cute.attention(*last, causal=True)
+    right, *others = torch.autograd.grad(out, last, dout[:, -64:])
+    assert not dq[:, :-64].any()
+    close(dq[:, -64:], right)
+    for a, b in zip(found, others, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_keys_past_32_bits() -> None:
+    """2^31 elements of k, v, dk and dv: the first and the last of them by the formula."""
+    q, k, v = (_random(n, n).requires_grad_() for n in (64, FAR, FAR))
+    dout = _random(64, 7)
+    out, lse = fa_cute.attention(q, k, v, return_lse=True)
+    dq, dk, dv = torch.autograd.grad(out, (q, k, v), dout)
+    assert dq.isfinite().all()
+    rows, given, made = (x.detach()[0, :, 0].double() for x in (q, dout, out))
+    for part in (slice(0, 100), slice(-100, None)):
+        keys, values = (x.detach()[0, part, 0].double() for x in (k, v))
+        p = torch.exp(rows @ keys.T * 128**-0.5 - lse.detach()[0, 0, :, None])
+        ds = p * (given @ values.T - (given * made).sum(1, keepdim=True))
+        close(dv[0, part, 0], p.T @ given)
+        close(dk[0, part, 0], ds.T @ rows * 128**-0.5)
 
 
 @pytest.mark.parametrize("sizes", [(0, 64, 64), (2, 0, 64), (2, 64, 0)], ids=str)
