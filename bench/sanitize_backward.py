@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+import fa_cute
 from tests.gpu import backward_judging as backward
 from tests.gpu.learned import DEVICE, SQUARE, Given, Learned, mods
 from tests.gpu.test_captured_gradients import vectors
@@ -78,8 +79,24 @@ def _with_mods() -> dict[str, Given]:
         f"{name}, deterministic": given(*cases[name], causal=True, deterministic=True)
         for name in ("alibi", "t5", "rows and columns", "dots")
     }
+    found |= {
+        f"a planned mask{', deterministic' * turned}": given(
+            {}, None, mask_mod=_planned(), deterministic=turned
+        )
+        for turned in (False, True)
+    }
     sinks = torch.linspace(-1, 1, SQUARE.heads, device=DEVICE)
     return found | {"sinks": given({}, None, sinks=sinks, causal=True)}
+
+
+def _planned() -> Any:
+    document = (torch.arange(SQUARE.seqlen_q, device=DEVICE) // 70)[None]
+
+    def mask(b: Any, h: Any, q: Any, kv: Any) -> Any:
+        return document[0, q] == document[0, kv]
+
+    sizes = (None, None, SQUARE.seqlen_q, SQUARE.seqlen_k)
+    return fa_cute.plan_mask(mask, *sizes, device=DEVICE, head_dim=SQUARE.dim)
 
 
 def _apart(found: Sequence[torch.Tensor], right: Sequence[torch.Tensor]) -> float:
