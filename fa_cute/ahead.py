@@ -196,6 +196,8 @@ def precompile(
     neither. ``progress(done, total, result)`` is called after each. Wrong arguments are
     ValueErrors before anything compiles; a compile that fails is an ``error`` in its result.
     """
+    if workers is not None and workers < 1:
+        raise ValueError(f"workers is {workers}; it is a number of processes, 1 or more")
     if cache.opened() is None:
         raise ValueError("precompile fills the cache on disk, which is switched off or unusable")
     plans = {}

@@ -56,6 +56,7 @@ def _parser() -> argparse.ArgumentParser:
         command.set_defaults(run=run)
         if name == "explain":
             command.add_argument("--plot", metavar="PNG", help="draw the mask's tile map")
+            command.add_argument("--length", type=int, default=1024, help="queries and keys")
         if name == "compile":
             command.add_argument("--from", dest="file", help="a JSON list instead")
             command.add_argument("--workers", type=int, help="processes; the number of cores")
@@ -152,9 +153,12 @@ def _compile(options: argparse.Namespace) -> int:
 
     if options.file is not None:
         return _compile_all(options)
+    if options.workers is not None:
+        raise ValueError("--workers compile what --from lists; one kernel takes one")
     kernel = fa_cute.compile(**_configuration(options))
     registers, spills, shared, _ = kernel.resources
-    print(f"{kernel.key}  {kernel.plan.target}  from {kernel.source} in {kernel.seconds:.3f} s")
+    found = "compiled" if kernel.source == "compiled" else f"found on {kernel.source}"
+    print(f"{kernel.key}  {kernel.plan.target}  {found} in {kernel.seconds:.3f} s")
     print(f"{registers} registers a thread, {spills} bytes spilled, {shared} of shared memory")
     return 0
 
@@ -187,11 +191,12 @@ def _explain(options: argparse.Namespace) -> None:
 
     import fa_cute
 
-    asked = _configuration(options, (1, options.gqa_ratio, 1024, 1024))
+    length = options.length
+    asked = _configuration(options, (1, options.gqa_ratio, length, length))
     dtype = getattr(torch, asked["dtype"])
     head_dim_v = asked["head_dim_v"] or asked["head_dim"]
-    q = torch.empty(1, 1024, asked["gqa_ratio"], asked["head_dim"], dtype=dtype)
-    k, v = q[:, :, :1], torch.empty(1, 1024, 1, head_dim_v, dtype=dtype)
+    q = torch.empty(1, length, asked["gqa_ratio"], asked["head_dim"], dtype=dtype)
+    k, v = q[:, :, :1], torch.empty(1, length, 1, head_dim_v, dtype=dtype)
     window = tuple(512 if side else None for side in asked["window"])
     names = ("causal", "return_lse", "score_mod", "mask_mod", "target")
     given = {name: asked[name] for name in names}

@@ -198,8 +198,8 @@ def _cache_state(plan: Plan, key: str) -> str:
     folder = cache.folder()
     if folder is None:
         return "not in memory; the disk is switched off, so a call compiles it"
-    if (folder / f"{key}.so").exists():
-        entry = cache.Store(folder).read(key)
+    entry = cache.Store(folder).read(key)
+    if entry is not None:
         return f"on disk in {folder}; {_resources(Resources(**entry.about['resources']))}"
     return f"neither in memory nor in {folder}: a call compiles it"
 
@@ -219,12 +219,11 @@ def _work_lines(
     bounds, blocks = problem.bounds, -(-problem.seqlen_k // columns)
     spans = [kv_spans(bounds, q, q + rows, columns) for q in range(0, problem.seqlen_q, rows)]
     begin, end = (torch.tensor([getattr(s, side) for s in spans]) for side in ("begin", "end"))
-    at = torch.arange(blocks)
-    visited = (at >= begin[:, None]) & (at < end[:, None])
-    bounded = visited.double().mean().item()
+    share = bounded = (end - begin).double().mean().item() / blocks
     if kinds is not None and (plan is None or plan.visits != "bounds"):
-        visited = visited & (kinds.cpu() != EMPTY)
-    share = visited.double().mean().item()
+        at = torch.arange(blocks)
+        visited = (at >= begin[:, None]) & (at < end[:, None]) & (kinds.cpu() != EMPTY)
+        share = visited.double().mean().item()
     tiles = problem.batch * problem.heads_q * len(spans) * blocks
     flops = 2 * share * tiles * rows * columns * (problem.head_dim + problem.head_dim_v)
     said = f"work: {share:.1%} of all tiles is visited, {flops:.4g} FLOP"
@@ -287,6 +286,7 @@ def _map_lines(blocks: MaskBlocks, plan: Plan | None, plot: str | Path | None) -
     if plot is not None:
         write_png(kinds, plot)
         yield f"mask: tile map of batch 0, head 0 drawn to {plot}"
+    yield "mask: queries go down, keys to the right; . is empty, + partial, # full"
     yield from _indented(text(kinds))
 
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -114,6 +116,24 @@ def test_explain() -> None:
     odd = half(2, 5, 4, 65)[..., :64]
     assert "copy: q (2, 5, 4, 64)" in fa_cute.explain(odd, k, k, target="sm_90a")
     assert "nothing to compute" in fa_cute.explain(q, k[:, :0], k[:, :0], target="sm_90a")
+
+
+def test_explain_of_eight_million_tokens() -> None:
+    """What is visited is a sum over rows of tiles, not a map of 65,536 x 65,536 of them."""
+    q = half(1, 1, 1, 128).expand(1, 2**23, 1, 128)
+    text = fa_cute.explain(q, q, q, causal=True, target="sm_90a")
+    assert "work: 50.0% of all tiles is visited" in text
+
+
+def test_explain_beside_a_damaged_kernel(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("FA_CUTE_CACHE_DIR", str(tmp_path))
+    q = half(1, 5, 1, 128)
+    text = fa_cute.explain(q, q, q, target="sm_90a")
+    (tmp_path / f"{re.search('key (.*)', text)[1]}.so").write_bytes(b"no kernel")
+    with pytest.warns(RuntimeWarning, match="is not used"):
+        assert "a call compiles it" in fa_cute.explain(q, q, q, target="sm_90a")
 
 
 def test_the_package_lists_what_it_offers() -> None:

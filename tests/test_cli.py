@@ -74,7 +74,7 @@ def test_compile_prints_the_key_and_the_resources(
     command = ["compile", "--head-dim", "64", "--causal", "--score-mod", f"{source}:double"]
     assert main(command) == 0
     key, *words = capsys.readouterr().out.split()
-    assert words[:3] == ["sm_90a", "from", "compiled"] and builds() == 1
+    assert words[:3] == ["sm_90a", "compiled", "in"] and builds() == 1
     assert (cache.folder() / f"{key}.so").exists()
 
 
@@ -82,6 +82,16 @@ def test_an_error_is_a_sentence_and_a_status(capsys: pytest.CaptureFixture) -> N
     assert main(["compile", "--head-dim", "97"]) == 1
     error = capsys.readouterr().err
     assert error.startswith("fa-cute: ") and "97" in error and "Traceback" not in error
+    assert main(["compile", "--workers", "2"]) == 1
+    assert "--workers compile what --from lists" in capsys.readouterr().err
+
+
+def test_a_benchmark_without_a_gpu_is_a_sentence_too(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert main(["bench", "--preset", "plain", "--rounds", "1"]) == 1
+    assert "fa-cute: this benchmark runs kernels" in capsys.readouterr().err
 
 
 def test_explain_says_what_a_call_would_run(
@@ -89,6 +99,8 @@ def test_explain_says_what_a_call_would_run(
 ) -> None:
     assert main(["explain", "--head-dim", "128", "--window-left", "--gqa-ratio", "4"]) == 0
     assert "sm_90a" in capsys.readouterr().out and builds() == 0
+    assert main(["explain", "--mask-mod", "document", "--length", "300"]) == 0
+    assert "Sq 300, Sk 300" in capsys.readouterr().out
 
 
 def test_a_switched_off_cache_says_so(

@@ -344,3 +344,8 @@ def test_precompile_needs_a_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     assert cache.opened() is None
     with pytest.raises(ValueError, match="switched off"):
         fa_cute.precompile([PLAIN])
+
+
+def test_precompile_needs_a_worker() -> None:
+    with pytest.raises(ValueError, match="workers is -1; it is a number of processes, 1 or more"):
+        fa_cute.precompile([PLAIN], workers=-1)

@@ -8,6 +8,7 @@ import zlib
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch.overrides import TorchFunctionMode
@@ -213,6 +214,12 @@ def test_plan_mask_says_what_is_wrong() -> None:
         fa_cute.plan_mask(MASKS["per_head_window"], None, None, 100, 100)
     with pytest.raises(ValueError, match="Sq is -1; it must be an integer, 0 or more"):
         fa_cute.plan_mask(MASKS["causal"], 1, 1, -1, 100)
+    with pytest.raises(ValueError, match="Sk is 1099511627776; at most 2.30 positions work"):
+        fa_cute.plan_mask(MASKS["causal"], 1, 1, 100, 2**40)
+    with pytest.raises(ValueError, match="Sq is 10.0; it must be an integer"):
+        fa_cute.plan_mask(MASKS["causal"], 1, 1, 10.0, 100)
+    of_numpy = fa_cute.plan_mask(MASKS["causal"], None, 1, *np.array([100, 100]))
+    assert of_numpy.extents == (1, 1, 100, 100) and type(of_numpy.extents.seqlen_q) is int
     with pytest.raises(ValueError, match="tile is .*positive"):
         fa_cute.plan_mask(MASKS["causal"], 1, 1, 100, 100, tile=(0, 128))
     with pytest.raises(ValueError, match="captured tensor of the mask_mod is on cpu, not on meta"):
@@ -323,6 +330,7 @@ def test_explain_shows_the_tile_map(tmp_path: Path) -> None:
         "83.3% of the work is kept",
         "mask: 1 affine range(s) of keys a query",
         "    ++..\n    ##++\n    ####",
+        ". is empty, + partial, # full",
     ):
         assert part in text, text
     data = file.read_bytes()

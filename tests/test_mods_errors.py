@@ -57,6 +57,11 @@ def test_a_builtin_as_a_mod(mod: Callable, trace: Callable, name: str) -> None:
     assert ".py:" not in message
 
 
+def test_check_is_asked_of_no_function() -> None:
+    with pytest.raises(ValueError, match="a mod is a function, and None of type NoneType is not"):
+        fa_cute.check(None)
+
+
 def test_a_builtin_that_asks_for_truth() -> None:
     message = _message(max)
     assert "the truth of a traced value" in message

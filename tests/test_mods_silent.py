@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import torch
 
@@ -40,6 +41,13 @@ def test_the_opposite_of_a_constant_mask() -> None:
     nothing = fa_cute.mods.negate(lambda b, h, q, kv: True)
     assert fa_cute.attention(*_qkv(), mask_mod=nothing).abs().sum() == 0
     assert fa_cute.reference.attention(*_qkv(), mask_mod=nothing).abs().sum() == 0
+
+
+def test_a_number_of_numpy_is_a_result() -> None:
+    everything = fa_cute.attention(*_qkv(), mask_mod=lambda *_: True)
+    assert torch.equal(fa_cute.attention(*_qkv(), mask_mod=lambda *_: np.bool_(True)), everything)
+    zero = fa_cute.attention(*_qkv(), score_mod=lambda *_: np.float32(0))
+    assert torch.equal(zero, fa_cute.attention(*_qkv(), score_mod=lambda *_: 0.0))
 
 
 def test_infinities_and_nan() -> None:

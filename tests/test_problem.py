@@ -216,6 +216,13 @@ def test_a_captured_tensor_without_elements() -> None:
     problem(mods=mods, q=half(B, 0, HQ, D))
 
 
+def test_a_captured_tensor_must_be_dense() -> None:
+    table = torch.zeros(HQ).to_sparse()
+    mods = Mods.of(lambda score, b, h, q, kv: score + table[h], None)
+    with pytest.raises(ValueError, match="0 of score_mod, .* is torch.sparse_coo; a dense one"):
+        problem(mods=mods)
+
+
 # Plans.
 
 

@@ -8,6 +8,7 @@ document mask over a million tokens is a million super-tiles and a few hundred t
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -18,7 +19,7 @@ from torch import Tensor
 from fa_cute.host import configs
 from fa_cute.host.block_mask import from_block_mask, is_block_mask
 from fa_cute.host.planning import CONFIGS
-from fa_cute.host.problem import check_indexed
+from fa_cute.host.problem import MAX_LENGTH, check_indexed
 from fa_cute.host.target import target_for
 from fa_cute.mods.intervals import (
     EMPTY,
@@ -203,9 +204,7 @@ def plan_mask(
         if size is None and leaf in reads:
             raise ValueError(f"{name} is None, but the mask_mod reads {leaf}: give its size")
     extents = Extents(1 if B is None else B, 1 if H is None else H, Sq, Sk)
-    for name, size in zip(("B", "H", "Sq", "Sk"), extents, strict=True):
-        if not isinstance(size, int) or isinstance(size, bool) or size < 0:
-            raise ValueError(f"{name} is {size!r}; it must be an integer, 0 or more")
+    extents = Extents(*map(_size, ("B", "H", "Sq", "Sk"), extents))
     device = _device_of(traced, device)
     check_indexed(extents, "mask_mod", traced)
     tiles = tiles_of((head_dim, head_dim_v or head_dim), device, tile)
@@ -219,6 +218,16 @@ def plan_mask(
         grids = [_Grid(traced, analysis, extents, *own, size) for size in dict.fromkeys(tiles)]
         lists, evaluates = _lists(grids), analysis.opaque
     return MaskBlocks(mask_mod, traced, extents, *own, *tiles, *lists, evaluates)
+
+
+def _size(name: str, size: Any) -> int:
+    """A size of the problem as an int of Python; ValueError for what none can be."""
+    whole = hasattr(size, "__index__") and not isinstance(size, bool | Tensor)
+    if not whole or size < 0:
+        raise ValueError(f"{name} is {size!r}; it must be an integer, 0 or more")
+    if name in ("Sq", "Sk") and size > MAX_LENGTH:
+        raise ValueError(f"{name} is {size}; at most 2^30 positions work")
+    return operator.index(size)
 
 
 def tiles_of(

@@ -208,7 +208,10 @@ class Store:
             with contextlib.suppress(OSError):
                 if part.stat().st_mtime < old:
                     part.unlink()
-        sizes = sum(f.stat().st_size for f in self.path.glob("*.so") if f.exists())
+        sizes = 0
+        for path in self.path.glob("*.so"):
+            with contextlib.suppress(FileNotFoundError):  # another process prunes, too
+                sizes += path.stat().st_size
         if sizes <= limit:
             return []
         dropped = []

@@ -128,8 +128,8 @@ def plan_by_elements(problem: Problem, mods: Mods, target: str) -> Plan:
     """
     if target not in CONFIGS:
         raise ValueError(
-            f"fa_cute has kernels for {', '.join(CONFIGS)}, not for {target} "
-            f"of {problem.device}; CPU tensors run anywhere, through fa_cute.attention on q.cpu()"
+            f"fa_cute has kernels for {', '.join(CONFIGS)}, not for {target}; "
+            "CPU tensors run anywhere, through fa_cute.attention on q.cpu()"
         )
     score_mod, mask_mod = (None if traced is None else traced.graph for traced in mods[:2])
     window = tuple(bound is not None for bound in problem.window)

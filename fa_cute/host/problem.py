@@ -330,6 +330,8 @@ def check_captured(problem: Problem, mod: str, traced: Traced) -> None:
                 f"{name}, is on {tensor.device}, but q on {problem.device}; move it there before "
                 "the call" + _scalar_hint(tensor, problem)
             )
+        if tensor.layout != torch.strided:
+            raise ValueError(f"{name}, is {tensor.layout}; a dense one can be read: .to_dense()")
         if tensor.numel() == 0 and not problem.empty:
             raise ValueError(f"{name}, has no element to read")
         _check_range(name, tensor)

@@ -57,6 +57,8 @@ def check(mod: Callable, kind: str | None = None) -> Report:
     ``kind`` is "score_mod" or "mask_mod"; by default it is told from the number of parameters (five
     or four). Raises ``ValueError`` for another ``kind``, and where it cannot be told.
     """
+    if not callable(mod):
+        raise ValueError(f"a mod is a function, and {mod!r} of type {type(mod).__name__} is not")
     kind = kind or _kind(mod)
     if kind not in LEAVES:
         raise ValueError(f"kind is {kind!r}; it is 'score_mod' or 'mask_mod'")

@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable
 from typing import NamedTuple
 
+import numpy
 import torch
 from torch.overrides import TorchFunctionMode
 
@@ -198,7 +199,7 @@ def _returned(tape: Tape, result: object, fn: Callable, kind: str) -> Reference:
         )
     elif isinstance(result, Partial):
         message = result.complaint()
-    elif isinstance(result, torch.Tensor | bool | int | float):
+    elif isinstance(result, torch.Tensor | bool | int | float | numpy.generic):
         return tape.operand(result)
     else:
         message = (
