@@ -28,6 +28,8 @@ from fa_cute.host import cache
 from fa_cute.host import compile as compiling
 from fa_cute.mods.graph import Captured, Graph, Node
 
+from . import bare_host
+
 PLAIN = {"head_dim": 64, "dtype": "bfloat16", "target": "sm_90a"}
 FRESH_PROCESS = """
 import json, sys, time, torch
@@ -157,6 +159,29 @@ def test_precompile_from_a_file_and_bundle(
     monkeypatch.setattr(compiling.target, "host_arch", lambda: "riscv64")
     with pytest.raises(ValueError, match=r"does not fit this host: host x86_64 \(here riscv64\)"):
         load_bundle(out)
+
+
+BARE = """
+import importlib.util
+import fa_cute
+absent = importlib.util.find_spec("cutlass") is None
+fa_cute.load_bundle({path!r})
+print(absent, fa_cute.compile(**{plain!r}).source)
+try:
+    fa_cute.compile(**{plain!r}, causal=True)
+except RuntimeError as error:
+    print(error)
+"""
+
+
+@pytest.mark.compile
+def test_a_bundle_loads_on_a_host_without_the_compiler(tmp_path: Path) -> None:
+    path = tmp_path / "kernels.fa"
+    bundle(path, keys=[fa_cute.compile(**PLAIN).key])
+    site = bare_host.site(tmp_path / "site")
+    found, error = bare_host.run(site, BARE.format(path=str(path), plain=PLAIN)).splitlines()
+    assert found == "True disk"
+    assert "neither on disk nor in a loaded bundle" in error and "causal" in error
 
 
 @pytest.mark.parametrize("on", [True, False])

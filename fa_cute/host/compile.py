@@ -12,6 +12,7 @@ import gc
 import hashlib
 import importlib
 import importlib.metadata
+import importlib.util
 import os
 import re
 import shutil
@@ -163,9 +164,20 @@ def _from_disk_or_compiler(plan: Plan, key: str, parts: Mapping[str, str]) -> Ke
             kernel = _from_disk(store, plan, key)
             if kernel is not None:
                 return kernel
+            _require_compiler(plan)
             if cache.logging():
                 cache.log(f"miss {key}: {store.why_missed(parts)}")
         return _from_compiler(store, plan, key, parts)
+
+
+def _require_compiler(plan: Plan) -> None:
+    if importlib.util.find_spec("cutlass") is None:
+        parts = ", ".join(f"{name} {value}" for name, value in plan.parts().items())
+        raise RuntimeError(
+            f"the kernel of this call is neither on disk nor in a loaded bundle ({parts}), and the "
+            f"compiler is not installed here: install {COMPILER}, or put the kernel in the bundle "
+            "(fa_cute.recorded_configurations lists what a program uses)"
+        )
 
 
 def _from_disk(store: cache.Store | None, plan: Plan, key: str) -> Kernel | None:
