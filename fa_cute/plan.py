@@ -56,7 +56,8 @@ class BwdConfig:
     ``tile_kv`` keys a CTA; ``tile_q`` queries a block; ``stages`` slots in each of the Q and the dO
     ring and of dS; registers a thread, as in ``FwdConfig``. Each of the ``consumers`` warpgroups
     has 64 keys of its own, or, ``wide``, all have the same 64: they part the queries of S and the
-    columns of dK and dV, so that head dims whose dK and dV pass the registers of one fit.
+    columns of dK and dV, so that head dims whose dK and dV pass the registers of one fit. ``bulk``:
+    dQ is added from shared memory, as a deterministic one always is, else from registers.
     """
 
     tile_q: int
@@ -65,6 +66,7 @@ class BwdConfig:
     producer_registers: int
     consumer_registers: int
     wide: bool = False
+    bulk: bool = False
 
     @property
     def consumers(self) -> int:

@@ -26,7 +26,7 @@ from cutlass.cute import tensor as tensors
 from cutlass.cute.nvgpu import warpgroup
 from cutlass.cutlass_dsl.cutlass import CutlassBaseDSL
 
-from fa_cute.device import protocol, wgmma
+from fa_cute.device import bulk, protocol, wgmma
 from fa_cute.device.mma_sm90 import Pieces
 from fa_cute.device.protocol import Arrive, Barrier, Copy, Group, Product, Range, Settle, Touch
 from fa_cute.device.ring import Ring, Slot
@@ -313,10 +313,10 @@ class Recorder:
         if part is not None:
             self.add(Touch(part, write))
 
-    def product(self, acc: Any, a: Any, b: Any) -> None:
-        """``acc = a b``, issued and not awaited."""
-        reads = tuple(filter(None, map(self.range_of, (a, b))))
-        writes = tuple(filter(None, [self.range_of(acc)]))
+    def product(self, acc: Any, *sources: Any) -> None:
+        """``acc = a b``, or a bulk copy (``acc`` is None): issued and not awaited."""
+        reads = tuple(filter(None, map(self.range_of, sources)))
+        writes = tuple(filter(None, [acc is not None and self.range_of(acc)]))
         self.operands |= {r.begin for r in (*reads, *writes) if r.space == "registers"}
         self.add(Product(reads, writes))
 
@@ -439,6 +439,11 @@ def _tensor_verbs(record: Recorder) -> Iterator[tuple[Any, str, Callable]]:
     def issued(mma: Any, acc: Any, a: Any, b: Any, **options: Any) -> None:
         record.product(acc.value, a.value, b.value)
 
+    def added(source: Any, target: Any, **options: Any) -> None:
+        record.product(None, source.value)
+        record.add(Group())
+        record.add(Group(0))
+
     def got(tensor: Any, at: Any, **options: Any) -> Any:
         found = get(tensor, at, **options)
         if not isinstance(found, kind):
@@ -461,6 +466,7 @@ def _tensor_verbs(record: Recorder) -> Iterator[tuple[Any, str, Callable]]:
     yield cute, "autovec_copy", wrapped(cute.autovec_copy, vectors)
     yield cute, "gemm", wrapped(cute.gemm, multiplied)
     yield wgmma, "issue", wrapped(wgmma.issue, issued)
+    yield bulk, "add", wrapped(bulk.add, added)
     yield kind, "__getitem__", got
     yield (
         kind,

@@ -7,8 +7,9 @@ operands of dV += P^T dO and dK += dS^T Q. Only dS passes through shared memory,
     P = exp2(c S + shift)      dS = P (dP - delta) mod'(S)      shift, delta: bwd_preprocess.py
 
     load       K Q0 V dO0 Q1 dO1 Q2 ...
-    consumers  [S dP] exp [dV] dS, write | [dQ dK] add dQ ... the next block
-                                         every consumer's part of dS is there
+    consumers  [S dP] exp, dS [dV] write | [dQ dK] dQ to shared memory ... the next block
+    with mods  [S] exp [dP dV] dS, write |         every consumer's part of dS is there
+    add dQ                                                             [reduction]
 
 Roles and rings are the tables of ``topology`` below; besides them:
 
@@ -19,15 +20,16 @@ dS has a slot for each of Q's: a warpgroup writes it again only after the barrie
 before which all others have multiplied it. Wide heads: all warpgroups have the same 64 keys, part
 the queries of S and the columns of dK and dV, and P passes through shared memory as dS does.
 
-dQ is added to fp32 sums in the accumulator's order (see ``bwd_postprocess.py``), 16 bytes a thread
-and reduction. Query heads of a key head follow each other in the same CTA: dK and dV are sums in
-registers.
+dQ is added to fp32 sums in the accumulator's order (see ``bwd_postprocess.py``): a block at once,
+from shared memory by a warp of its own, or 16 bytes a thread from registers where memory has no
+room (wide). Query heads of a key head follow each other in the same CTA: dK
+and dV are sums in registers.
 
 Deterministic: a block of queries counts the tiles of keys that have added to it; each waits for
 those of lower keys, whose CTAs come before it in the grid and so already run: none waits for ever.
 Blocks are visited from the last to the first, so that under a causal bound tile n is at each block
-one step, not two, behind tile n - 1. Two warps wait for turns, a block ahead, and give them on, so
-that their round trips to the L2 pass beside the consumers' work.
+one step, not two, behind tile n - 1. The warp that adds waits, and gives the turn on when the L2
+has the block: its round trips pass beside the consumers' work.
 """
 
 from __future__ import annotations
@@ -42,6 +44,7 @@ from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import cpasync, warpgroup
 
 from fa_cute.device import (
+    bulk,
     differential,
     emit,
     epilogue,
@@ -77,13 +80,10 @@ def topology(plan: Plan) -> Topology:
     q_bytes = c.tile_q * (plan.width * 2 + 4)
     do_bytes = c.tile_q * (plan.width_v * 2 + 4)
     noted = plan.visits != "bounds"
-    in_turn = (
-        RingSpec("turn", 2, 0, "load", "math", "the block's sums are this tile's to add to"),
-        RingSpec("added", 2, 0, "math", "load", "it has added", fills=4 * c.consumers, empties=1),
-    )
+    dq = RingSpec("dq", 1, 0, "math", "load", "until read", fills=4 * c.consumers, empties=1)
     return Topology(
         roles=(
-            Role("load", 1, c.producer_registers, 1 + 2 * plan.deterministic, "TMA; turns"),
+            Role("load", 1, c.producer_registers, 1 + in_bulk(plan), "TMA; adds dQ"),
             Role("math", c.consumers, c.consumer_registers, 4, "wgmma, P, dS, dQ, stores"),
         ),
         rings=(
@@ -93,16 +93,22 @@ def topology(plan: Plan) -> Topology:
                 "q", c.stages, q_bytes, "load", "math", "and shift; freed when dK is there", noted
             ),
             RingSpec("do", c.stages, do_bytes, "load", "math", "and delta; freed when dV is there"),
-            *(in_turn if plan.deterministic else ()),
+            *((dq,) if in_bulk(plan) else ()),
         ),
     )
 
 
+def in_bulk(plan: Plan) -> bool:
+    """Whether dQ is added from shared memory, by a warp of its own."""
+    return plan.deterministic or plan.config.bulk
+
+
 def fitting(plan: Plan, scratch_bytes: int) -> Plan:
-    """The plan, with one slot a ring where the mods' diagonals leave no room for more (d256)."""
+    """The plan, with one slot a ring where mods' diagonals or dQ leave no room for more (d256)."""
     c = plan.config
     a_slot = 2 * c.tile_q * (plan.width + plan.width_v + c.tile_kv * (1 + c.wide) + 4)
     held = 2 * c.tile_kv * (plan.width + plan.width_v)
+    held += 4 * c.tile_q * plan.width * in_bulk(plan)
     if held + c.stages * a_slot + scratch_bytes + ALIGNED <= SHARED_MEMORY_LIMIT:
         return plan
     return replace(plan, config=replace(c, stages=1))
@@ -168,6 +174,9 @@ class BwdSm90:
         self.dtype = DTYPES[plan.dtype]
         self.products = Products(plan, self.dtype)
         self.walk = KeyWalk(plan, self.fragment)
+        self.bulk = in_bulk(plan)
+        # dV right after dS keeps the tensor cores busier (587 to 608 TFLOP/s, d128, S8k full).
+        self.late = plan.score_mod is None and not self.config.wide
         # A mod needs registers of its own: a learned T5 table spilled 184 bytes at d128, now none.
         self.tight = plan.score_mod is not None
 
@@ -215,22 +224,18 @@ class BwdSm90:
             if warp == 0:
                 rings = self.topology.rings_from(storage, **dict.fromkeys(LOADED, "producer"))
                 self.load(x, rings, buffers, place)
-            if const_expr(self.plan.deterministic):
+            if const_expr(self.bulk):
                 if warp == 1:
-                    rings = self.topology.rings_from(storage, turn="producer")
-                    self.await_turns(x, rings, place)
-                elif warp == 2:
-                    rings = self.topology.rings_from(storage, added="consumer")
-                    self.give_turns(x, rings, place)
+                    rings = self.topology.rings_from(storage, dq="consumer")
+                    self.add(x, rings, buffers, place)
         else:
             cute.arch.setmaxregister_increase(self.topology.role("math").registers)
             rings = self.topology.rings_from(storage, **self.sides_of_math())
             self.math(x, rings, buffers, place)
 
     def sides_of_math(self) -> dict[str, str]:
-        """The rings of the consumers; in what they add they are the producers."""
-        in_turn = {"turn": "consumer", "added": "producer"} if self.plan.deterministic else {}
-        return dict.fromkeys(LOADED, "consumer") | in_turn
+        """The rings of the consumers; of dQ they are the producers."""
+        return dict.fromkeys(LOADED, "consumer") | ({"dq": "producer"} if self.bulk else {})
 
     def allocate(self, x: Operands) -> tuple[Any, Buffers]:
         """Shared memory: the barriers' storage, and the buffers as tensors."""
@@ -241,6 +246,8 @@ class BwdSm90:
             for name, layout in zip(names, x.layouts, strict=True)
         }
         sizes["shift"] = sizes["delta"] = (Float32, c.tile_q * c.stages)
+        if self.bulk:
+            sizes["dq"] = (Float32, c.tile_q * self.plan.width)
         if self.walk.noted:
             sizes["notes"] = (Int32, c.stages)
         words = sum(self.scratch_words)
@@ -253,9 +260,10 @@ class BwdSm90:
         ]
         by_row = cute.make_layout((c.tile_q, c.stages))
         rows = [getattr(storage, name).get_tensor(by_row) for name in ("shift", "delta")]
+        dq = storage.dq.get_tensor(self.parts_of_dq()) if self.bulk else None
         scratch = storage.scratch.data_ptr() if words else None
         notes = storage.notes.get_tensor(cute.make_layout(c.stages)) if self.walk.noted else None
-        return storage, Buffers(*tiles[:5], *rows, tiles[5] if c.wide else None, scratch, notes)
+        return storage, Buffers(*tiles[:5], *rows, tiles[5] if c.wide else None, dq, scratch, notes)
 
     @cute.jit
     def load(self, x: Operands, rings, buffers: Buffers, place: Place):
@@ -284,35 +292,33 @@ class BwdSm90:
                     load_do(block, do)
                     load_delta(block, do)
 
+    def parts_of_dq(self) -> cute.Layout:
+        """dQ in shared memory, in the order of its sums: see ``vectors.add_parts``."""
+        count = self.config.tile_q * self.plan.width // (4 * WARPGROUP * self.config.consumers)
+        return cute.make_layout((vectors.FLOATS, WARPGROUP, count, self.config.consumers))
+
     @cute.jit
-    def await_turns(self, x: Operands, rings, place: Place):
-        """Wait, for block after block, until the tiles of keys before this one have added to it."""
+    def add(self, x: Operands, rings, buffers: Buffers, place: Place):
+        """Add dQ of block after block; deterministic: after all tiles of lower keys that see it."""
+        size = 4 * self.config.tile_q * self.plan.width
         for i in cutlass.range(self.plan.gqa_ratio, unroll=1):
             own = place._replace(head=place.head * self.plan.gqa_ratio + i)
-            counters = self.counters(x, own)
+            sums = x.io.sums[own.batch, own.head, 0, None].iterator.toint()
             visits = self.walk.visits(x, own)
             block = self.walk.spans(x, own).end
             for j in cutlass.range(visits.count, unroll=1):
                 block = self.walk.following(visits, j, block).block
-                with rings.turn.fill():
-                    turns.wait(counters + block, self.walk.turn(x, own, visits, j, block))
+                if const_expr(self.plan.deterministic):
+                    counter = x.io.turns[own.batch, own.head, None].iterator + block
+                    turns.wait(counter, self.walk.turn(x, own, visits, j, block))
+                    cute.arch.sync_warp()
+                with rings.dq.drain():
+                    with cute.arch.elect_one():
+                        target = sums + cutlass.Int64(block) * size
+                        bulk.add(buffers.dq, target, visible=self.plan.deterministic)
+                if const_expr(self.plan.deterministic):
+                    turns.give(counter)
 
-    @cute.jit
-    def give_turns(self, x: Operands, rings, place: Place):
-        """Let the next tile of keys add, to block after block, once this one has."""
-        for i in cutlass.range(self.plan.gqa_ratio, unroll=1):
-            own = place._replace(head=place.head * self.plan.gqa_ratio + i)
-            counters = self.counters(x, own)
-            visits = self.walk.visits(x, own)
-            block = self.walk.spans(x, own).end
-            for j in cutlass.range(visits.count, unroll=1):
-                block = self.walk.following(visits, j, block).block
-                with rings.added.drain():
-                    turns.give(counters + block)
-
-    def counters(self, x: Operands, place: Place) -> cute.Pointer:
-        """How many tiles of keys have added to the blocks of the query head at ``place``."""
-        return x.io.turns[place.batch, place.head, None].iterator
 
     @cute.jit
     def math(self, x: Operands, rings, buffers: Buffers, place: Place):
@@ -389,13 +395,16 @@ class BwdSm90:
             if const_expr(edge is None):
                 self.restrict(body, s_view, visit)
             self.exponentiate(body, s_view, q)
-            mma_sm90.convert(s, f.p)
+            if const_expr(not self.late):
+                mma_sm90.convert(s, f.p)
             if const_expr(slopes is not None and body.mods.collector is None):
                 slopes.apply(s_view)  # not on d score: so their registers are free earlier
             if const_expr(not early):
                 dp = self.products.dp(f, do.index)
             if const_expr(self.config.wide):
                 self.write(body, f.p, body.buffers.p, q)
+                warpgroup.wait_group(0)
+            elif const_expr(self.late):
                 warpgroup.wait_group(0)
             else:
                 self.products.add_dv(f, do.index)
@@ -405,6 +414,9 @@ class BwdSm90:
             if const_expr(body.mods.collector is not None):
                 modifiers.collect(blocks, slopes, dp_view)
             mma_sm90.convert(dp, f.ds_rows)
+            if const_expr(self.late):
+                mma_sm90.convert(s, f.p)
+                self.products.add_dv(f, do.index)
             self.write(body, f.ds_rows, body.buffers.ds, q)
             self.meet_all(body)
             if const_expr(self.config.wide):
@@ -414,13 +426,11 @@ class BwdSm90:
             warpgroup.wait_group(2)
             do.release()
             warpgroup.wait_group(1)
-            if const_expr(self.plan.deterministic):
-                turn = rings.turn.take()
-            self.add_dq(body, dq, block)
-            if const_expr(self.plan.deterministic):
-                turn.release()
-                with rings.added.fill():
-                    pass
+            if const_expr(self.bulk):
+                with rings.dq.fill():
+                    self.hand_on(body, dq)
+            else:
+                self.add_dq(body, dq, block)
             warpgroup.wait_group(0)
             q.release()
         return rings
@@ -495,6 +505,12 @@ class BwdSm90:
         sums = body.x.io.sums[body.work.place.batch, body.head, 0, None]
         part = block * self.config.consumers + body.work.warpgroup
         vectors.add_parts(sums, (part, WARPGROUP, body.work.thread), dq)
+
+    def hand_on(self, body: Sweep, dq: cute.Tensor) -> None:
+        """Write the accumulator to shared memory, where a warp adds it from."""
+        mine = body.buffers.dq[None, body.work.thread, None, body.work.warpgroup]
+        cute.autovec_copy(cute.make_tensor(dq.iterator, cute.make_layout(mine.shape)), mine)
+        cute.arch.fence_proxy("async.shared", space="cta")
 
     def store(self, x: Operands, work: Work, f: Fragments) -> None:
         """Round dK, times the scale, and dV, and write them; keys past the last are not written."""

@@ -18,6 +18,19 @@ def test_square(length: int, causal: bool, kind: str) -> None:
     check(Case(lengths=(length, length), causal=causal, kind=kind))
 
 
+@pytest.mark.parametrize("kind", ["normal", "outliers"])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("length", [1, 63, 127, 128, 129, 257, 1025])
+def test_square_of_64(length: int, causal: bool, kind: str) -> None:
+    """Blocks of 128 queries."""
+    check(Case(dims=(64, 64), lengths=(length, length), causal=causal, kind=kind))
+
+
+@pytest.mark.parametrize("window", [(64, 3), (127, 128), (100, None)], ids=str)
+def test_windows_of_64(window: tuple[int | None, int | None]) -> None:
+    check(Case(dims=(64, 64), lengths=(500, 700), heads=(4, 2), window=window))
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(
     "dims",
@@ -118,3 +131,15 @@ def test_deterministic(
     for _ in range(100):
         again = gradients(case, x)
         assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_deterministic_on_many_more_tiles_than_sms(causal: bool) -> None:
+    """1,024 CTAs, of which 132 run at once: whose turn it is has always begun."""
+    case = Case(lengths=(8192, 8192), heads=(8, 8), causal=causal, deterministic=True)
+    x = tensors(case)
+    first, again = (gradients(case, x) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+    plain = gradients(case._replace(deterministic=False), x)
+    assert torch.equal(first[1], plain[1]) and torch.equal(first[2], plain[2])
+    assert (first[0].float() - plain[0].float()).abs().max() <= 2**-7 * plain[0].abs().max()
