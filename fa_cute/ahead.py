@@ -20,6 +20,7 @@ from fa_cute.host import cache
 from fa_cute.host import compile as compiling
 from fa_cute.host.launch import Kernel, Resources
 from fa_cute.host.planning import Mods
+from fa_cute.host.untraced import untraced
 from fa_cute.plan import BACKWARD, FORWARD, Plan
 
 LENGTHS = {"few_queries", "few_keys"}  # the classes of lengths, as ``compile`` names them
@@ -52,6 +53,7 @@ class CompiledAttention:
         """What ptxas reported."""
         return self._kernel.resources
 
+    @untraced
     def __call__(
         self,
         q: torch.Tensor,

@@ -21,6 +21,7 @@ from fa_cute.host.launch import Kernel
 from fa_cute.host.planning import NO_MODS, Mods, make_plan
 from fa_cute.host.problem import ALIGNMENT, Problem, allocate, check_out, kernel_ready
 from fa_cute.host.target import current_target, is_hosted, sm_count
+from fa_cute.host.untraced import untraced
 from fa_cute.host.workspace import counter, tensor_memory
 from fa_cute.plan import Extra, FwdConfig, Io, Launch
 
@@ -42,6 +43,7 @@ class Options(NamedTuple):
     deterministic: bool
 
 
+@untraced
 def attention(
     q: torch.Tensor,
     k: torch.Tensor,

@@ -118,6 +118,27 @@ def test_explain() -> None:
     assert "nothing to compute" in fa_cute.explain(q, k[:, :0], k[:, :0], target="sm_90a")
 
 
+def test_torch_compile_leaves_a_call_alone() -> None:
+    """It compiles what is before a call and after it; results and gradients are the same."""
+    from torch._dynamo.testing import CompileCounter
+
+    bias = torch.randn(30, requires_grad=True)
+
+    def step(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+        mask = fa_cute.plan_mask(lambda b, h, q, kv: q + 3 >= kv, None, None, 9, 9)
+        out = fa_cute.attention(
+            q * 2, k, k, score_mod=lambda s, b, h, q, kv: s + bias[q - kv + 15], mask_mod=mask
+        )
+        return out + 1
+
+    q, k = (torch.randn(1, 9, 2, 8, requires_grad=True) for _ in "qk")
+    counter = CompileCounter()
+    found = torch.compile(step, backend=counter)(q, k)
+    assert torch.equal(found, step(q, k)) and counter.frame_count <= 3
+    gradients = [torch.autograd.grad(out.sum(), (q, k, bias)) for out in (found, step(q, k))]
+    assert all(map(torch.equal, *gradients))
+
+
 def test_explain_of_eight_million_tokens() -> None:
     """What is visited is a sum over rows of tiles, not a map of 65,536 x 65,536 of them."""
     q = half(1, 1, 1, 128).expand(1, 2**23, 1, 128)
@@ -125,9 +146,7 @@ def test_explain_of_eight_million_tokens() -> None:
     assert "work: 50.0% of all tiles is visited" in text
 
 
-def test_explain_beside_a_damaged_kernel(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_explain_beside_a_damaged_kernel(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("FA_CUTE_CACHE_DIR", str(tmp_path))
     q = half(1, 5, 1, 128)
     text = fa_cute.explain(q, q, q, target="sm_90a")

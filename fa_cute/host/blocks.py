@@ -21,6 +21,7 @@ from fa_cute.host.block_mask import from_block_mask, is_block_mask
 from fa_cute.host.planning import CONFIGS
 from fa_cute.host.problem import MAX_LENGTH, check_indexed
 from fa_cute.host.target import target_for
+from fa_cute.host.untraced import untraced
 from fa_cute.mods.intervals import (
     EMPTY,
     FULL,
@@ -170,6 +171,7 @@ class MaskBlocks:
         return kinds
 
 
+@untraced
 def plan_mask(
     mask_mod: Callable | Traced,
     B: int | None,
