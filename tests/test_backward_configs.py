@@ -74,7 +74,9 @@ DIRECTION = {"deterministic": False, "lse_gradient": False}
 
 
 @pytest.mark.compile
-@pytest.mark.parametrize("row", BWD_SM90, ids=lambda row: str(row.head_dims))
+@pytest.mark.parametrize(
+    "row", [row for row in BWD_SM90 if not row.modified], ids=lambda row: str(row.head_dims)
+)
 def test_a_row_spills_nothing(row: configs.BwdRow, tmp_path: Path) -> None:
     """Causal has all the masks of a plain call."""
     plans = plans_of(forward(*row.head_dims, causal=True), **DIRECTION)

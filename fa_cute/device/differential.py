@@ -10,7 +10,8 @@ from cutlass import Float32
 from cutlass._mlir.dialects import arith
 from cutlass._mlir.dialects import math as math_dialect
 
-from fa_cute.device.mma_sm90 import FRAGMENT_ROWS, Pieces, by_row
+from fa_cute.device import emit
+from fa_cute.device.mma_sm90 import FRAGMENT_ROWS, PIECE, Pieces, by_row
 
 
 def exponentiate(s: cute.Tensor, c: Float32, shifts: Iterable[Any]) -> None:
@@ -25,5 +26,8 @@ def differentiate(p: cute.Tensor, dp: cute.Tensor, deltas: Iterable[Any]) -> Non
     """dP (2, columns) becomes dS = P (dP - delta) in place; ``deltas``: a vector (8,) a piece."""
     pieces = Pieces(dp)
     values = zip(Pieces(p).all(), pieces.all(), deltas, strict=True)
-    for number, (one, slope, delta) in enumerate(values):
-        pieces.store(number, arith.mulf(one, arith.subf(slope, delta)))
+    for number, vectors in enumerate(values):
+        # Lane by lane: of vectors ptxas takes all differences first, and d64 spilled 136 bytes.
+        lanes = zip(*map(emit.lanes_in, vectors), strict=True)
+        products = [arith.mulf(one, arith.subf(slope, delta)) for one, slope, delta in lanes]
+        pieces.store(number, emit.gathered(products, PIECE))

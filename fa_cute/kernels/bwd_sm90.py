@@ -22,7 +22,7 @@ the queries of S and the columns of dK and dV, and P passes through shared memor
 
 dQ is added to fp32 sums in the accumulator's order (see ``bwd_postprocess.py``): a block at once,
 from shared memory by a warp of its own, or 16 bytes a thread from registers where memory has no
-room (wide). Query heads of a key head follow each other in the same CTA: dK
+room (wide) or this is faster (d64). Query heads of a key head follow each other in the same CTA: dK
 and dV are sums in registers.
 
 Deterministic: a block of queries counts the tiles of keys that have added to it; each waits for
@@ -178,7 +178,7 @@ class BwdSm90:
         # dV right after dS keeps the tensor cores busier (587 to 608 TFLOP/s, d128, S8k full).
         self.late = plan.score_mod is None and not self.config.wide
         # A mod needs registers of its own: a learned T5 table spilled 184 bytes at d128, now none.
-        self.tight = plan.score_mod is not None
+        self.tight = plan.score_mod is not None or self.config.own_queries > 64
 
     @cute.jit
     def __call__(self, io: BwdIo, extra: Extra, launch: Launch, stream):
