@@ -82,3 +82,29 @@ def test_a_function_that_torch_compiles() -> None:
             assert torch.equal(found, right)
             assert all(map(torch.equal, again, gradients))
     assert counter.frame_count <= 12
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_another_device_forward_and_backward() -> None:
+    """On a device that is not current, with mods, a planned mask and sinks: the same bits."""
+
+    def results(device: str) -> list[torch.Tensor]:
+        table, ids = torch.linspace(0, 1, 6), torch.arange(333) // 50
+        table, ids, sinks = (t.to(device) for t in (table, ids, torch.linspace(-1, 1, 6)))
+        leaves = [t.to(device).requires_grad_() for t in (*x, table, sinks)]
+
+        def score_mod(score, b, h, q, kv):
+            return score + leaves[3][h] * (q - kv).abs() * 0.01
+
+        mask = fa_cute.plan_mask(lambda b, h, q, kv: ids[q] >= ids[kv], 2, 6, 333, 333, head_dim=64)
+        out = fa_cute.attention(
+            *leaves[:3], score_mod=score_mod, mask_mod=mask, sinks=leaves[4], deterministic=True
+        )
+        found = [out.detach(), *torch.autograd.grad(out, leaves, torch.ones_like(out))]
+        assert torch.cuda.current_device() == 0 and all(t.device == out.device for t in found)
+        return [t.cpu() for t in found]
+
+    x = inputs(PLAIN["d64-bf16-causal-3"], (333, 333), heads_k=2)
+    here = results("cuda:0")
+    for device in ("cuda:1", "cuda:0", "cuda:1"):
+        assert all(map(torch.equal, results(device), here))
