@@ -206,6 +206,7 @@ def precompile(
     for arguments in configurations:
         for lengths in [{}] if LENGTHS & arguments.keys() else [{}, *({n: True} for n in LENGTHS)]:
             for plan in Configuration(**arguments, **lengths).plans()[0]:
+                compiling.check_kernel(plan)
                 plans[compiling.key_of(compiling.key_parts(plan))] = plan
     queue, results = list(plans.items()), {}
     guard = threading.Lock()

@@ -190,10 +190,11 @@ def _explain(options: argparse.Namespace) -> None:
     import torch
 
     import fa_cute
+    from fa_cute.configuration import dtype_of
 
     length = options.length
     asked = _configuration(options, (1, options.gqa_ratio, length, length))
-    dtype = getattr(torch, asked["dtype"])
+    dtype = dtype_of(asked["dtype"])
     head_dim_v = asked["head_dim_v"] or asked["head_dim"]
     q = torch.empty(1, length, asked["gqa_ratio"], asked["head_dim"], dtype=dtype)
     k, v = q[:, :, :1], torch.empty(1, length, 1, head_dim_v, dtype=dtype)

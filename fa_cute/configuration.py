@@ -109,9 +109,9 @@ class Configuration:
 
     def _asked(self) -> _Asked:
         return _Asked(
-            dtype=_dtype(self.dtype),
-            head_dim=self.head_dim,
-            head_dim_v=self.head_dim if self.head_dim_v is None else self.head_dim_v,
+            dtype=dtype_of(self.dtype),
+            head_dim=_head_dim(self.head_dim),
+            head_dim_v=_head_dim(self.head_dim if self.head_dim_v is None else self.head_dim_v),
             gqa_ratio=_ratio(self.gqa_ratio),
             few_queries=bool(self.few_queries),
             few_keys=bool(self.few_keys),
@@ -147,11 +147,18 @@ def _traced(name: str, mod: Mod) -> Traced | None:
     return getattr(Mods.of(**{"score_mod": None, "mask_mod": None, name: mod}), name)
 
 
-def _dtype(dtype: torch.dtype | str) -> torch.dtype:
+def dtype_of(dtype: torch.dtype | str) -> torch.dtype:
+    """A dtype that kernels take, or its name, as a dtype; ValueError for another."""
     found = DTYPES.get(str(dtype).removeprefix("torch."))
     if found is None:
         raise ValueError(f"dtype {dtype}: kernels take {' and '.join(DTYPES)}")
     return found
+
+
+def _head_dim(head_dim: int) -> int:
+    if isinstance(head_dim, bool) or not isinstance(head_dim, int):
+        raise ValueError(f"head dim {head_dim!r}: it is an integer")
+    return head_dim
 
 
 def _ratio(ratio: int) -> int:
@@ -162,7 +169,8 @@ def _ratio(ratio: int) -> int:
 
 def _window(window: tuple[bool, bool], causal: bool) -> tuple[int | None, int | None]:
     """Bounds that are there or not; a right one beside causal adds nothing, as in a call."""
-    if len(window) != 2 or not all(isinstance(side, bool) for side in window):
+    pair = isinstance(window, tuple | list) and len(window) == 2
+    if not pair or not all(isinstance(side, bool) for side in window):
         raise ValueError(f"window {window!r}: two booleans, whether a left and a right bound exist")
     left, right = window
     return (0 if left else None), (0 if right and not causal else None)
@@ -191,7 +199,10 @@ def find_mod(text: str, sizes: tuple[int, int, int, int] | None = None) -> Calla
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
     else:
-        module = importlib.import_module(where)
+        try:
+            module = importlib.import_module(where)
+        except ModuleNotFoundError as error:
+            raise ValueError(f"{text!r} names no module: {error}") from error
     found = getattr(module, name, None)
     if not callable(found):
         raise ValueError(f"{text!r} names no function: {module.__name__} has no {name}")
@@ -213,7 +224,10 @@ def load(path: str | Path) -> list[dict[str, Any]]:
     A mod is null, a graph that ``save`` wrote, or a text that ``find_mod`` reads. ValueError if the
     file is something else.
     """
-    rows = json.loads(Path(path).read_text())
+    try:
+        rows = json.loads(Path(path).read_text())
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path} is no JSON: {error}") from error
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
         raise ValueError(f"{path} holds no list of configurations")
     rows = [{k: _value(k, v) for k, v in row.items()} for row in rows]

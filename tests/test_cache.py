@@ -368,3 +368,13 @@ def test_sizes() -> None:
     assert sizes == [5, 2048, 3 << 20, 1 << 30]
     with pytest.raises(ValueError, match="'some' is not a size"):
         cache.parse_size("some")
+
+
+def test_a_limit_that_is_no_size_stops_no_call(
+    builds: Callable[[], int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was found out after the compile, as an error of the call."""
+    monkeypatch.setenv("FA_CUTE_CACHE_SIZE", "plenty")
+    with pytest.warns(RuntimeWarning, match="FA_CUTE_CACHE_SIZE is not used: 'plenty'"):
+        compiling.compiled(PLAN)
+    assert builds() == 1

@@ -82,6 +82,10 @@ def test_an_error_is_a_sentence_and_a_status(capsys: pytest.CaptureFixture) -> N
     assert main(["compile", "--head-dim", "97"]) == 1
     error = capsys.readouterr().err
     assert error.startswith("fa-cute: ") and "97" in error and "Traceback" not in error
+    assert main(["explain", "--dtype", "tf32"]) == 1
+    assert "dtype tf32: kernels take bfloat16 and float16" in capsys.readouterr().err
+    assert main(["explain", "--score-mod", "no_module:mod"]) == 1
+    assert "'no_module:mod' names no module" in capsys.readouterr().err
     assert main(["compile", "--workers", "2"]) == 1
     assert "--workers compile what --from lists" in capsys.readouterr().err
 

@@ -350,6 +350,8 @@ def test_a_file_may_name_its_mods(tmp_path: Path) -> None:
         ({"target": "sm_80"}, "sm_80"),
         ({"gqa_ratio": 0}, "gqa_ratio 0"),
         ({"window": (128, 0)}, "two booleans"),
+        ({"window": True}, "two booleans"),
+        ({"head_dim": "64"}, "head dim '64': it is an integer"),
     ],
 )
 def test_wrong_arguments_are_named(wrong: dict[str, Any], message: str) -> None:
@@ -374,3 +376,15 @@ def test_precompile_needs_a_disk(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_precompile_needs_a_worker() -> None:
     with pytest.raises(ValueError, match="workers is -1; it is a number of processes, 1 or more"):
         fa_cute.precompile([PLAIN], workers=-1)
+
+
+def test_precompile_starts_nothing_that_must_fail(builds: Callable[[], int]) -> None:
+    with pytest.raises(ValueError, match="there is no backward kernel for sm_100a"):
+        fa_cute.precompile([PLAIN, {**PLAIN, "target": "sm_100a", "direction": "backward"}])
+    assert builds() == 0
+
+
+def test_a_file_that_is_no_json_is_named(tmp_path: Path) -> None:
+    (tmp_path / "list.json").write_text("{")
+    with pytest.raises(ValueError, match="list.json is no JSON"):
+        configuration.load(tmp_path / "list.json")

@@ -71,7 +71,11 @@ def folder() -> Path | None:
 def size_limit() -> int:
     """Bytes that the folder may hold: ``FA_CUTE_CACHE_SIZE`` (``500M``, ``2G``), else 2 GiB."""
     text = os.environ.get("FA_CUTE_CACHE_SIZE")
-    return DEFAULT_LIMIT if not text else parse_size(text)
+    try:
+        return DEFAULT_LIMIT if not text else parse_size(text)
+    except ValueError as error:
+        warn_once(f"FA_CUTE_CACHE_SIZE is not used: {error}. The limit is 2 GiB.")
+        return DEFAULT_LIMIT
 
 
 def parse_size(text: str) -> int:

@@ -306,14 +306,18 @@ def has_kernel(plan: Plan) -> bool:
     return (plan.direction, plan.target) in KERNELS
 
 
-def _entry(plan: Plan) -> Any:
-    found = KERNELS.get((plan.direction, plan.target))
-    if found is None:
+def check_kernel(plan: Plan) -> None:
+    """ValueError unless there is a kernel of ``plan``'s direction for its target."""
+    if not has_kernel(plan):
         raise ValueError(
             f"there is no {plan.direction} kernel for {plan.target}; there are "
             + ", ".join(f"{direction} for {name}" for direction, name in KERNELS)
         )
-    module, name = found
+
+
+def _entry(plan: Plan) -> Any:
+    check_kernel(plan)
+    module, name = KERNELS[plan.direction, plan.target]
     return getattr(importlib.import_module(f"fa_cute.kernels.{module}"), name)(plan)
 
 
