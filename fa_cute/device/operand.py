@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
+from cutlass._mlir.dialects import cute as cute_dialect
 from cutlass.cute.nvgpu import cpasync
 
 
@@ -81,15 +82,20 @@ def box_loader(
     to, of = _parts(operand, s, at, boxes)
 
     def load(block: Int32, slot: Any) -> None:
-        cute.copy(
-            operand.atom,
-            of[None, block],
-            to[None, slot.index],
-            tma_bar_ptr=slot.barrier,
-            cache_policy=Int64(reuse.value),
-        )
+        source, target = of[None, block], to[None, slot.index]
+        policy = Int64(reuse.value)
+        bound = operand.atom._unpack(tma_bar_ptr=slot.barrier, cache_policy=policy)
+        issue(bound, source, target, slot.barrier)
 
     return load
+
+
+def issue(bound: Any, source: cute.Tensor, target: cute.Tensor, barrier: Any) -> None:
+    """Issue one copy by the atom ``bound``, which completes on ``barrier``.
+
+    ``cute.copy`` of the same, with its questions about shapes, is 61 operations traced, not 4.
+    """
+    cute_dialect.copy(bound, [source.value], [target.value])
 
 
 def box_fetcher(
@@ -124,6 +130,7 @@ def row_loader(rows: cute.Tensor, s: cute.Tensor) -> Callable[[Int32, Any], None
 
     def load(block: Int32, slot: Any) -> None:
         with cute.arch.elect_one():
-            cute.copy(atom, of[None, block], s[None, slot.index], mbar_ptr=slot.barrier)
+            bound = atom._unpack(mbar_ptr=slot.barrier)
+            issue(bound, of[None, block], s[None, slot.index], slot.barrier)
 
     return load

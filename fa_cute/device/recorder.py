@@ -26,7 +26,7 @@ from cutlass.cute import tensor as tensors
 from cutlass.cute.nvgpu import warpgroup
 from cutlass.cutlass_dsl.cutlass import CutlassBaseDSL
 
-from fa_cute.device import bulk, protocol, wgmma
+from fa_cute.device import bulk, operand, protocol, wgmma
 from fa_cute.device.mma_sm90 import Pieces
 from fa_cute.device.protocol import Arrive, Barrier, Copy, Group, Product, Range, Settle, Touch
 from fa_cute.device.ring import Ring, Slot
@@ -218,7 +218,7 @@ class Recorder:
             compared = COMPARED[ir.IntegerAttr(owner.attributes["predicate"]).value]
             return folded(compared, *map(self.expression, owner.operands))
         if kind == "arith.select":
-            return ("select", *(self.expression(operand) for operand in owner.operands))
+            return ("select", *(self.expression(one) for one in owner.operands))
         if kind in CONSTANT:
             return CONSTANT[kind]
         if kind == "scf.if":
@@ -463,6 +463,7 @@ def _tensor_verbs(record: Recorder) -> Iterator[tuple[Any, str, Callable]]:
         return storage
 
     yield cute, "copy", wrapped(cute.copy, copied)
+    yield operand, "issue", wrapped(operand.issue, lambda _, *a: record.copy(*a))
     yield cute, "autovec_copy", wrapped(cute.autovec_copy, vectors)
     yield cute, "gemm", wrapped(cute.gemm, multiplied)
     yield wgmma, "issue", wrapped(wgmma.issue, issued)
