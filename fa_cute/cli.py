@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import functools
 import importlib
-import re
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from fa_cute.host import cache
+from fa_cute.host.repeats import form
 
 DEFAULT_TARGET = "sm_90a"
 BENCHES = {
@@ -246,7 +246,7 @@ def variant_of(about: Mapping[str, Any]) -> str:
     """The variants whose graphs a kernel holds, else the digests of its graphs; or "plain"."""
     names = _variants_by_form()
     mods = about["mods"].items()
-    return "+".join(names.get(_form(t), about["parts"][name][:8]) for name, t in mods) or "plain"
+    return "+".join(names.get(form(t), about["parts"][name][:8]) for name, t in mods) or "plain"
 
 
 @functools.cache
@@ -261,13 +261,8 @@ def _variants_by_form() -> dict[str, str]:
             built = variant.build("cpu", variants.Shape(heads=heads))
             mods = Mods.of(built.get("score_mod"), built.get("mask_mod"))
             for _, traced in mods.present():
-                found[_form(traced.graph.describe())] = name
+                found[form(traced.graph.describe())] = name
     return found
-
-
-def _form(description: str) -> str:
-    """A graph's description without the constants in it."""
-    return re.sub(r"(constant +)\S+$", r"\1", description, flags=re.MULTILINE)
 
 
 def plan_words(parts: Mapping[str, str]) -> str:

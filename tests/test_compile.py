@@ -11,6 +11,7 @@ import json
 import os
 import subprocess
 import sys
+import warnings
 import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -24,7 +25,7 @@ from fa_cute import configuration
 from fa_cute.bundle import bundle, load_bundle, read_manifest
 from fa_cute.cli import main
 from fa_cute.configuration import Configuration
-from fa_cute.host import cache
+from fa_cute.host import cache, repeats
 from fa_cute.host import compile as compiling
 from fa_cute.mods.graph import Captured, Graph, Node
 
@@ -303,6 +304,26 @@ def test_decode_steps_with_a_run_time_scalar_share_one_kernel() -> None:
 
     assert len({step(torch.tensor(100 + at)) for at in range(64)}) == 1
     assert len({step(100 + at) for at in range(64)}) == 64
+
+
+def test_a_number_that_compiles_kernel_after_kernel_is_told(builds: Callable[[], int]) -> None:
+    """Once a process, and not of kernels that differ in more."""
+
+    def step(position: Any, **more: Any) -> None:
+        fa_cute.compile(**{**PLAIN, **more}, mask_mod=lambda b, h, q, kv: q + position >= kv)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for at in range(repeats.MANY // 2 + 1):
+            step(100 + at, causal=True)
+        for at in range(repeats.MANY - 1):
+            step(100 + at)
+            step(torch.tensor(at))
+    with pytest.warns(RuntimeWarning, match="16 kernels were compiled .* torch.tensor"):
+        step(200)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        step(201)
 
 
 def test_options_lowered_to_constants_are_in_the_key() -> None:

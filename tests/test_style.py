@@ -36,6 +36,8 @@ MAY_IMPORT = {
     "variants": {"mods"},
 }
 NEEDS_CUTLASS = {"device", "kernels"}
+# What host/compile.py uses around a compile, and no kernel is made from.
+HOSTS = ("cache.py", "launch.py", "repeats.py", "target.py")
 
 
 def _files() -> list[Path]:
@@ -135,7 +137,7 @@ def test_what_a_kernel_is_made_from_is_in_its_fingerprint() -> None:
     for name in compiling.SOURCES:
         place = package / name
         covered |= set(place.rglob("*.py")) if place.is_dir() else {place}
-    hosts = {package / "host" / name for name in ("cache.py", "launch.py", "target.py")}
+    hosts = {package / "host" / name for name in HOSTS}
     for path in sorted(covered):
         for line, name in _imports(ast.parse(path.read_text())):
             parts = name.split(".")[1:]

@@ -25,7 +25,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fa_cute.host import cache, launch, target
+from fa_cute.host import cache, launch, repeats, target
 from fa_cute.host.launch import Kernel, Resources
 from fa_cute.mods.derived import taught
 from fa_cute.mods.graph import Captured, Graph
@@ -227,6 +227,7 @@ def _from_compiler(
                 cache.unwritable(error, store.path)
         kernel = _kernel(plan, path, about, "compiled", started)
     cache.log(f"compiled {key} in {kernel.seconds:.2f} s")
+    repeats.note(plan)
     return kernel
 
 
