@@ -79,20 +79,32 @@ def section_of(head_bytes: Int32, ratio: int) -> Int32:
 
 
 @cute.jit
-def draw(
-    tiles: Tiles, counter: cute.Tensor, ctas: Int32, target: cute.Tensor, beside: tuple
-) -> Int32:
+def ask(counter: cute.Tensor) -> Int32:
+    """Lane 0 draws the counter's next value, for ``draw``; it is there about 1 us later."""
+    asked = Int32(0)
+    if cute.arch.lane_idx() == 0:
+        asked = cute.arch.atomic_add(counter.iterator, Int32(1), sem="relaxed", scope="gpu")
+    return asked
+
+
+@cute.jit
+def draw(tiles: Tiles, counter: cute.Tensor, asked: Int32, header: cute.Tensor) -> Int32:
     """The next tile of this CTA, ``>= count`` when none is left: for all lanes of the warp.
 
-    Lane 0 draws it, and writes it for the consumers to ``target`` (1 + len(beside),), the words
-    ``beside`` after it.
+    ``asked``: what ``ask`` gave, which is waited for here. Lane 0 writes the tile for the consumers
+    into the first word of the ``header``.
     """
-    drawn = Int32(0)
+    ctas = cute.arch.grid_dim()[0]
     if cute.arch.lane_idx() == 0:
-        drawn = cute.arch.atomic_add(counter.iterator, Int32(1), sem="relaxed", scope="gpu")
-        if drawn == tiles.count - 1:
+        if asked == tiles.count - 1:
             counter[0] = 0
-        target[0] = drawn + ctas
-        for i in cutlass.range_constexpr(len(beside)):
-            target[i + 1] = beside[i]
-    return cute.arch.shuffle_sync(drawn, 0) + ctas
+        header[0] = asked + ctas
+    return cute.arch.shuffle_sync(asked, 0) + ctas
+
+
+@cute.jit
+def tell(header: cute.Tensor, words: tuple):
+    """Lane 0 writes ``words`` into a tile's header, behind the first, for the consumers."""
+    if cute.arch.lane_idx() == 0:
+        for i in cutlass.range_constexpr(len(words)):
+            header[i + 1] = words[i]

@@ -13,16 +13,16 @@ from cutlass import Int32
 
 from fa_cute.device.fragment import Fragment
 from fa_cute.device.scheduler import Place, Tiles, section_of
-from fa_cute.device.visits import ListVisits, RangeVisits, SpanVisits, ranges_at
+from fa_cute.device.visits import INT32, ListVisits, RangeVisits, SpanVisits, ranges_at
 from fa_cute.mods.affine import ranges_of
-from fa_cute.mods.ranges import shrinking
+from fa_cute.mods.ranges import reached, shrinking
 from fa_cute.mods.shown import visible_graph
 from fa_cute.mods.tiles import shared_by
-from fa_cute.plan import Io, Plan
+from fa_cute.plan import Extra, Io, Plan
 from fa_cute.spans import Arithmetic, Bounds, KvSpans, kv_spans
 
 # Words of a tile's header: the number of the tile after it; under a mask also its own number of
-# visits, and which tile of queries it is.
+# visits, and which tile of queries it is. Hopper passes the first in a header of its own, later.
 HEADER = ("following", "count", "block")
 
 
@@ -59,17 +59,39 @@ class Walk:
         """Words of a tile's header."""
         return len(HEADER) if self.noted else 1
 
-    def number(self, io: Io, rows: Int32) -> Tiles:
+    def number(self, io: Io, rows: Int32, extra: Extra | None) -> Tiles:
         """The numbering of tiles, each head of ``rows`` rows."""
         batch, heads = io.q.shape[0], io.q.shape[2]
-        head_bytes = io.k.shape[1] * (2 * (self.plan.head_dim + self.plan.head_dim_v))
-        section = section_of(head_bytes, self.ratio)
-        if self.first_longest or self.plan.visits == "lists":
-            # A few tiles may be far longer than the rest: those of all heads come first. Under
-            # global tokens and a window (S16k, d128) one takes 190 us of a call's 250.
-            section = heads * batch
+        key_bytes = 2 * (self.plan.head_dim + self.plan.head_dim_v)
+        section = section_of(self.reach(io, extra) * key_bytes, self.ratio)
         inner, outer = (batch, heads) if self.batches_inside else (heads, batch)
         return Tiles.of(cute.ceil_div(rows, self.plan.config.tile_m), inner, outer, section)
+
+    def reach(self, io: Io, extra: Extra | None) -> Int32:
+        """About how many keys of a head are in use at a time: by tiles that run side by side.
+
+        Where a tile sees few, more heads fit into L2 together, and a few tiles that are far longer
+        than the rest come first for all of them: under global tokens and a window (S16k, d128) one
+        takes 190 us of a call's 250.
+        """
+        plan, seqlen_q, seqlen_k = self.plan, Int32(io.q.shape[1]), Int32(io.k.shape[1])
+        c = plan.config
+        if plan.visits == "lists":
+            begin, entries = extra.block_lists.begin, extra.block_lists.entries
+            lists = Int32(begin.shape[2])
+            for size, stride in zip(begin.shape[:2], begin.stride[:2], strict=True):
+                lists = lists * cutlass.select_(stride == 0, Int32(1), Int32(size))
+            blocks = Int32(cute.size(entries)) // lists
+        elif plan.visits == "ranges":
+            ranges = ranges_of(visible_graph(plan.score_mod, plan.mask_mod))
+            ends = (seqlen_q // 2, seqlen_q - c.tile_m)
+            tiles = [(cutlass.max(end, 0), cutlass.max(end, 0) + c.tile_m) for end in ends]
+            lengths = seqlen_q, seqlen_k
+            found = [reached(ranges, tile, lengths, c.tile_n, INT32) for tile in tiles]
+            blocks = cutlass.max(*map(Int32, found))
+        else:
+            return seqlen_k
+        return cutlass.min(2 * blocks * c.tile_n, seqlen_k)
 
     def numbered(self, x: Any, tile: Int32) -> Place:
         """``place``, but for its block where a header names that."""

@@ -40,7 +40,7 @@ from fa_cute.device.modifiers import Mods
 from fa_cute.device.operand import Reuse, TmaOperand, loader, tma_operand
 from fa_cute.device.packed import Pairs
 from fa_cute.device.products_sm100 import Products
-from fa_cute.device.scheduler import Place, Tiles, draw
+from fa_cute.device.scheduler import Place, Tiles, ask, draw, tell
 from fa_cute.device.softmax import LOG2_E
 from fa_cute.device.topology import WARPGROUP, RingSpec, Role, Topology
 from fa_cute.device.visits import Visit, leave
@@ -208,7 +208,7 @@ class FwdSm100:
             counter=launch.counter,
             scratch=launch.scratch,
             layouts=layouts,
-            tiles=self.walk.number(io, bounds.seqlen_q * self.walk.group),
+            tiles=self.walk.number(io, bounds.seqlen_q * self.walk.group, extra),
             rows=bounds.seqlen_q * self.walk.group,
             bounds=bounds,
             scale=launch.scale,
@@ -333,8 +333,9 @@ class FwdSm100:
             else:
                 # Drawn before this tile's loads: the atomic's microsecond passes under them.
                 with rings.next.fill() as header:
-                    target = buffers.next[None, header.index]
-                    tile = draw(x.tiles, x.counter, ctas, target, own)
+                    words = buffers.next[None, header.index]
+                    tell(words, own)
+                    tile = draw(x.tiles, x.counter, ask(x.counter), words)
             if visits.count > 0:
                 kv_head = place.head // self.walk.ratio
                 load_q = loader(x.q, buffers.q, place.head, place.batch, Reuse.ONCE)

@@ -34,7 +34,7 @@ from fa_cute.device.bounds import bounds_of
 from fa_cute.device.modifiers import Mods
 from fa_cute.device.operand import Reuse, TmaOperand, loader, tma_operand
 from fa_cute.device.ring import Turns
-from fa_cute.device.scheduler import Place, Tiles, draw
+from fa_cute.device.scheduler import Place, Tiles, ask, draw, tell
 from fa_cute.device.topology import WARPGROUP, RingSpec, Role, Topology
 from fa_cute.device.visits import Visit, inputs_of
 from fa_cute.device.walk import Walk
@@ -200,7 +200,7 @@ class FwdSm90:
             qk=mma_sm90.make_mma(self.dtype, c.consumers, c.tile_n, p_times_v=False),
             pv=mma_sm90.make_mma(self.dtype, c.consumers, plan.width_v, p_times_v=True),
             layouts=layouts,
-            tiles=self.walk.number(io, bounds.seqlen_q * self.walk.group),
+            tiles=self.walk.number(io, bounds.seqlen_q * self.walk.group, extra),
             rows=bounds.seqlen_q * self.walk.group,
             bounds=bounds,
             scale=launch.scale,
@@ -260,17 +260,16 @@ class FwdSm90:
     def load(self, x: Operands, rings, buffers: Buffers):
         for operand in (x.q, x.k, x.v):
             cpasync.prefetch_descriptor(operand.atom)
-        tile, ctas = Int32(cute.arch.block_idx()[0]), cute.arch.grid_dim()[0]
+        tile = Int32(cute.arch.block_idx()[0])
         while tile < x.tiles.count:
             place = self.walk.place(x, tile)
             visits = self.walk.visits(x, place)
             kv_head = place.head // self.walk.ratio
             load_v = loader(x.v, buffers.v, kv_head, place.batch, Reuse.OFTEN)
             if const_expr(self.walk.noted):
-                # Consumers wait for this header before they begin.
+                # Consumers wait for this before they begin.
                 with rings.next.fill() as header:
-                    own = visits.count, place.block
-                    tile = draw(x.tiles, x.counter, ctas, buffers.next[None, header.index], own)
+                    tell(buffers.next[None, header.index], (visits.count, place.block))
             if visits.count > 0:
                 load_q = loader(x.q, buffers.q, place.head, place.batch, Reuse.ONCE)
                 load_k = loader(x.k, buffers.k, kv_head, place.batch, Reuse.OFTEN)
@@ -295,14 +294,14 @@ class FwdSm90:
                             load_bias(visit.block, box)
                         fetch_bias(ahead.block)
                     block = visit.block
-            if const_expr(not self.walk.noted):
-                # Drawn late, so that who is done first takes the longest tile left; the atomic's
-                # microsecond passes under the last two blocks.
-                with rings.next.fill() as header:
-                    tile = draw(x.tiles, x.counter, ctas, buffers.next[None, header.index], ())
+            # Drawn late, so that who is done first takes the longest tile left; the atomic's
+            # microsecond passes under the wait for a slot of V.
+            asked = ask(x.counter)
             if visits.count > 0:
                 with rings.v.fill() as last:
                     load_v(visits.at(visits.count - 1).block, last)
+            with rings.next.fill() as following:
+                tile = draw(x.tiles, x.counter, asked, buffers.next[None, following.index])
 
     def bias_loader(self, x: Operands, buffers: Buffers, place: Place) -> Any:
         """``load(block, slot)``, ``fetch(block)`` of the bias' boxes beside a tile of queries."""
@@ -337,7 +336,7 @@ class FwdSm90:
             place = self.walk.numbered(x, tile)
             if const_expr(self.walk.noted):
                 with rings.next.drain() as header:
-                    tile, count, block = (buffers.next[i, header.index] for i in range(3))
+                    count, block = (buffers.next[i, header.index] for i in (1, 2))
                 place = place._replace(block=block)
                 walk = count
             else:
@@ -353,9 +352,8 @@ class FwdSm90:
                 sink = self.sink(x, place)
                 log = -Float32.inf if const_expr(sink is None) else sink
                 self.store(x, work, None, [log] * mma_sm90.FRAGMENT_ROWS)
-            if const_expr(not self.walk.noted):
-                with rings.next.drain() as header:
-                    tile = buffers.next[0, header.index]
+            with rings.next.drain() as following:
+                tile = buffers.next[0, following.index]
 
     def modifiers(self, x: Operands, buffers: Buffers, group: Int32) -> Mods:
         """The plan's mods for this warpgroup, with its part of the scratch and its own barrier."""

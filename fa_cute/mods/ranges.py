@@ -161,13 +161,23 @@ def blocks_in(found: Sequence[Run], begin: Any, end: Any, integers: Integers = P
 def shrinking(ranges: Ranges) -> bool:
     """Whether the first queries see more keys than the last ones: a guess, with inputs of 0."""
     length, tile = 1 << 16, 128
-    zeros = [0] * len(ranges.inputs)
 
     def visited(begin: int) -> int:
-        found = runs(ranges, zeros, (begin, begin + tile), (length, length), tile)
-        return sum(run.end - run.begin for run in found)
+        return reached(ranges, (begin, begin + tile), (length, length), tile)
 
     return visited(0) > visited(length - tile)
+
+
+def reached(
+    ranges: Ranges,
+    tile: tuple[Any, Any],
+    seqlens: tuple[Any, Any],
+    tile_n: int,
+    integers: Integers = PYTHON,
+) -> Any:
+    """How many blocks the queries of ``tile`` visit, with inputs of 0; arguments as ``runs``."""
+    found = runs(ranges, [0] * len(ranges.inputs), tile, seqlens, tile_n, integers)
+    return sum(run.end - run.begin for run in found)
 
 
 def clipped(run: Run, within: Any, integers: Integers = PYTHON) -> Run:
