@@ -328,7 +328,7 @@ class BlockLists(NamedTuple):
 
     All int32, with any strides. Tile t of batch b and query head h keeps
     ``entries[begin[b, h, t] : end[b, h, t]]``, each ``2 * block + full``, from the last block to
-the first; a full block needs no mask. ``order`` numbers the tiles of a head from those with
+    the first; a full block needs no mask. ``order`` numbers the tiles of a head from those with
     short lists to those with long ones; in a backward those of a key/value head, by all lists of
     its query heads. ``begin`` has a stride of 0 where lists serve all batches, or all heads.
     ``turns`` (a deterministic backward): of each entry, how many tiles before its own have the
