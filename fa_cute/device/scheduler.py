@@ -29,6 +29,10 @@ from cutlass import Int32, const_expr
 
 L2_SECTION_BYTES = 32 << 20  # of an H200's 60 MB; q and out stream through the rest
 SECTIONS = (64, 32, 16, 8, 4, 2)
+# Words of a tile's header: the number of the tile after it; under a mask its own number of visits;
+# a place. On Hopper those of the tile after it come late, in a header of their own.
+HEADER = ("following", "count", "block", "head", "batch")
+COUNT, BLOCK = 1, 2
 
 
 class Place(NamedTuple):
@@ -103,8 +107,8 @@ def draw(tiles: Tiles, counter: cute.Tensor, asked: Int32, header: cute.Tensor) 
 
 
 @cute.jit
-def tell(header: cute.Tensor, words: tuple):
-    """Lane 0 writes ``words`` into a tile's header, behind the first, for the consumers."""
+def tell(header: cute.Tensor, first: cutlass.Constexpr, words: tuple):
+    """Lane 0 writes ``words`` into a header for the consumers, from word ``first`` on."""
     if cute.arch.lane_idx() == 0:
         for i in cutlass.range_constexpr(len(words)):
-            header[i + 1] = words[i]
+            header[first + i] = words[i]

@@ -12,7 +12,7 @@ import cutlass.cute as cute
 from cutlass import Int32
 
 from fa_cute.device.fragment import Fragment
-from fa_cute.device.scheduler import Place, Tiles, section_of
+from fa_cute.device.scheduler import BLOCK, Place, Tiles, section_of
 from fa_cute.device.visits import INT32, ListVisits, RangeVisits, SpanVisits, ranges_at
 from fa_cute.mods.affine import ranges_of
 from fa_cute.mods.ranges import reached, shrinking
@@ -20,10 +20,6 @@ from fa_cute.mods.shown import visible_graph
 from fa_cute.mods.tiles import shared_by
 from fa_cute.plan import Extra, Io, Plan
 from fa_cute.spans import Arithmetic, Bounds, KvSpans, kv_spans
-
-# Words of a tile's header: the number of the tile after it; under a mask also its own number of
-# visits, and which tile of queries it is. Hopper passes the first in a header of its own, later.
-HEADER = ("following", "count", "block")
 
 
 class Entered(NamedTuple):
@@ -56,8 +52,8 @@ class Walk:
 
     @property
     def header(self) -> int:
-        """Words of a tile's header."""
-        return len(HEADER) if self.noted else 1
+        """Words of a tile's header, without its batch and head."""
+        return BLOCK + 1 if self.noted else 1
 
     def number(self, io: Io, rows: Int32, extra: Extra | None) -> Tiles:
         """The numbering of tiles, each head of ``rows`` rows."""
@@ -93,14 +89,11 @@ class Walk:
             return seqlen_k
         return cutlass.min(2 * blocks * c.tile_n, seqlen_k)
 
-    def numbered(self, x: Any, tile: Int32) -> Place:
-        """``place``, but for its block where a header names that."""
-        place = x.tiles.place(tile, self.longest_first)
-        return Place(place.block, place.batch, place.head) if self.batches_inside else place
-
     def place(self, x: Any, tile: Int32) -> Place:
         """The place of tile number ``tile``, the longest first."""
-        place = self.numbered(x, tile)
+        place = x.tiles.place(tile, self.longest_first)
+        if self.batches_inside:
+            place = Place(place.block, place.batch, place.head)
         if self.first_longest:
             return place._replace(block=x.tiles.blocks - 1 - place.block)
         if self.plan.visits != "lists":

@@ -40,7 +40,7 @@ from fa_cute.device.modifiers import Mods
 from fa_cute.device.operand import Reuse, TmaOperand, loader, tma_operand
 from fa_cute.device.packed import Pairs
 from fa_cute.device.products_sm100 import Products
-from fa_cute.device.scheduler import Place, Tiles, ask, draw, tell
+from fa_cute.device.scheduler import COUNT, Place, Tiles, ask, draw, tell
 from fa_cute.device.softmax import LOG2_E
 from fa_cute.device.topology import WARPGROUP, RingSpec, Role, Topology
 from fa_cute.device.visits import Visit, leave
@@ -334,7 +334,7 @@ class FwdSm100:
                 # Drawn before this tile's loads: the atomic's microsecond passes under them.
                 with rings.next.fill() as header:
                     words = buffers.next[None, header.index]
-                    tell(words, own)
+                    tell(words, COUNT, own)
                     tile = draw(x.tiles, x.counter, ask(x.counter), words)
             if visits.count > 0:
                 kv_head = place.head // self.walk.ratio

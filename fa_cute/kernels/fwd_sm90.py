@@ -34,7 +34,7 @@ from fa_cute.device.bounds import bounds_of
 from fa_cute.device.modifiers import Mods
 from fa_cute.device.operand import Reuse, TmaOperand, loader, tma_operand
 from fa_cute.device.ring import Turns
-from fa_cute.device.scheduler import Place, Tiles, ask, draw, tell
+from fa_cute.device.scheduler import BLOCK, COUNT, HEADER, Place, Tiles, ask, draw, tell
 from fa_cute.device.topology import WARPGROUP, RingSpec, Role, Topology
 from fa_cute.device.visits import Visit, inputs_of
 from fa_cute.device.walk import Walk
@@ -231,7 +231,7 @@ class FwdSm90:
 
     def allocate(self, x: Operands) -> tuple[Any, Buffers]:
         """Shared memory: the barriers' storage, and the buffers as tensors."""
-        words_of = cute.make_layout((self.walk.header, NEXT_STAGES))
+        words_of = cute.make_layout((len(HEADER), NEXT_STAGES))
         sizes = {"next": (Int32, cute.size(words_of))}
         if self.walk.noted:
             sizes["notes"] = (Int32, self.config.kv_stages)
@@ -269,7 +269,8 @@ class FwdSm90:
             if const_expr(self.walk.noted):
                 # Consumers wait for this before they begin.
                 with rings.next.fill() as header:
-                    tell(buffers.next[None, header.index], (visits.count, place.block))
+                    tell(buffers.next[None, header.index], COUNT, (visits.count, *place))
+            block = Int32(0)
             if visits.count > 0:
                 load_q = loader(x.q, buffers.q, place.head, place.batch, Reuse.ONCE)
                 load_k = loader(x.k, buffers.k, kv_head, place.batch, Reuse.OFTEN)
@@ -299,9 +300,13 @@ class FwdSm90:
             asked = ask(x.counter)
             if visits.count > 0:
                 with rings.v.fill() as last:
-                    load_v(visits.at(visits.count - 1).block, last)
+                    load_v(block, last)
             with rings.next.fill() as following:
-                tile = draw(x.tiles, x.counter, asked, buffers.next[None, following.index])
+                words = buffers.next[None, following.index]
+                tile = draw(x.tiles, x.counter, asked, words)
+                if const_expr(not self.walk.noted):
+                    # Divisions that every consumer would wait for.
+                    tell(words, BLOCK, self.walk.place(x, tile))
 
     def bias_loader(self, x: Operands, buffers: Buffers, place: Place) -> Any:
         """``load(block, slot)``, ``fetch(block)`` of the bias' boxes beside a tile of queries."""
@@ -332,13 +337,12 @@ class FwdSm90:
         mods = self.modifiers(x, buffers, group)
         self.turns.open(group)
         tile = Int32(cute.arch.block_idx()[0])
+        place = self.walk.place(x, tile)
         while tile < x.tiles.count:
-            place = self.walk.numbered(x, tile)
             if const_expr(self.walk.noted):
                 with rings.next.drain() as header:
-                    count, block = (buffers.next[i, header.index] for i in (1, 2))
-                place = place._replace(block=block)
-                walk = count
+                    count = walk = buffers.next[COUNT, header.index]
+                    place = self.place(buffers, header)
             else:
                 walk = self.walk.spans(x.bounds, place)
                 count = walk.end - walk.begin
@@ -354,6 +358,12 @@ class FwdSm90:
                 self.store(x, work, None, [log] * mma_sm90.FRAGMENT_ROWS)
             with rings.next.drain() as following:
                 tile = buffers.next[0, following.index]
+                if const_expr(not self.walk.noted):
+                    place = self.place(buffers, following)
+
+    def place(self, buffers: Buffers, header: Any) -> Place:
+        """The place that the slot ``header`` tells."""
+        return Place(*(buffers.next[BLOCK + i, header.index] for i in range(3)))
 
     def modifiers(self, x: Operands, buffers: Buffers, group: Int32) -> Mods:
         """The plan's mods for this warpgroup, with its part of the scratch and its own barrier."""
