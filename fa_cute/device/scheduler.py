@@ -42,6 +42,11 @@ class Place(NamedTuple):
     head: Int32
     batch: Int32
 
+    @staticmethod
+    def told(header: cute.Tensor) -> Place:
+        """As the ``header`` (words,) tells it."""
+        return Place(*(header[BLOCK + i] for i in range(3)))
+
 
 class Tiles(NamedTuple):
     """``count`` tiles, ``blocks`` a head, ``heads`` a batch, ``section`` of ``rows`` heads."""

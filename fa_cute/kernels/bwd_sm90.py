@@ -319,7 +319,6 @@ class BwdSm90:
                 if const_expr(self.plan.deterministic):
                     turns.give(counter)
 
-
     @cute.jit
     def math(self, x: Operands, rings, buffers: Buffers, place: Place):
         thread = cute.arch.thread_idx()[0] % WARPGROUP

@@ -5,7 +5,7 @@ block together with P V of the one before; its exponentials follow when both are
 the row's maximum (``device/softmax.py``). Meanwhile the others multiply; where it pays, turns keep
 one on the tensor cores while another is on the exponentials:
 
-    load        next K0 Q K1 V0 K2 V1 ...     (a bias' box follows its K in a ring of its own)
+    load        K0 Q K1 V0 K2 V1 ... Vn next  (a bias' box follows its K; under a mask a header first)
     consumer 0  [S0] exp [S1 PV0]......exp [S2 PV1]......exp      [PVn] O/l, store
     consumer 1           [S0] exp [S1 PV0]......exp [S2 PV1]......
                           a turn passes when its bracket has been issued
@@ -163,7 +163,7 @@ class FwdSm90:
         self.fragment = mma_sm90.fragment(plan.config.tile_n)
         self.walk = Walk(plan, self.fragment)
         self.scratch_words = [score.scratch_words(graph, self.fragment) for graph in graphs]
-        # No call has queries without keys, so only bounds and lists can leave a tile none.
+        # No call has queries without keys: only bounds and lists leave a tile none.
         self.sees_some = not (plan.causal or any(plan.window) or self.walk.noted)
 
     @cute.jit
@@ -295,8 +295,7 @@ class FwdSm90:
                             load_bias(visit.block, box)
                         fetch_bias(ahead.block)
                     block = visit.block
-            # Drawn late, so that who is done first takes the longest tile left; the atomic's
-            # microsecond passes under the wait for a slot of V.
+            # Late, so that who is done first takes the longest left; a wait for V hides the atomic.
             asked = ask(x.counter)
             if visits.count > 0:
                 with rings.v.fill() as last:
@@ -304,8 +303,7 @@ class FwdSm90:
             with rings.next.fill() as following:
                 words = buffers.next[None, following.index]
                 tile = draw(x.tiles, x.counter, asked, words)
-                if const_expr(not self.walk.noted):
-                    # Divisions that every consumer would wait for.
+                if const_expr(not self.walk.noted):  # divisions that consumers would wait for
                     tell(words, BLOCK, self.walk.place(x, tile))
 
     def bias_loader(self, x: Operands, buffers: Buffers, place: Place) -> Any:
@@ -342,7 +340,7 @@ class FwdSm90:
             if const_expr(self.walk.noted):
                 with rings.next.drain() as header:
                     count = walk = buffers.next[COUNT, header.index]
-                    place = self.place(buffers, header)
+                    place = Place.told(buffers.next[None, header.index])
             else:
                 walk = self.walk.spans(x.bounds, place)
                 count = walk.end - walk.begin
@@ -359,11 +357,7 @@ class FwdSm90:
             with rings.next.drain() as following:
                 tile = buffers.next[0, following.index]
                 if const_expr(not self.walk.noted):
-                    place = self.place(buffers, following)
-
-    def place(self, buffers: Buffers, header: Any) -> Place:
-        """The place that the slot ``header`` tells."""
-        return Place(*(buffers.next[BLOCK + i, header.index] for i in range(3)))
+                    place = Place.told(buffers.next[None, following.index])
 
     def modifiers(self, x: Operands, buffers: Buffers, group: Int32) -> Mods:
         """The plan's mods for this warpgroup, with its part of the scratch and its own barrier."""
