@@ -5,7 +5,7 @@ block together with P V of the one before; its exponentials follow when both are
 the row's maximum (``device/softmax.py``). Meanwhile the others multiply; where it pays, turns keep
 one on the tensor cores while another is on the exponentials:
 
-    load        K0 Q K1 V0 K2 V1 ... Vn next  (a bias' box follows its K; under a mask a header first)
+    load        K0 Q K1 V0 K2 V1 ... Vn next  (a bias' box after its K; under a mask a header first)
     consumer 0  [S0] exp [S1 PV0]......exp [S2 PV1]......exp      [PVn] O/l, store
     consumer 1           [S0] exp [S1 PV0]......exp [S2 PV1]......
                           a turn passes when its bracket has been issued
