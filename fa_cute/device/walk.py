@@ -70,8 +70,7 @@ class Walk:
         than the rest come first for all of them: under global tokens and a window (S16k, d128) one
         takes 190 us of a call's 250.
         """
-        plan, seqlen_q, seqlen_k = self.plan, Int32(io.q.shape[1]), Int32(io.k.shape[1])
-        c = plan.config
+        plan, c, seqlen_k = self.plan, self.plan.config, Int32(io.k.shape[1])
         if plan.visits == "lists":
             begin, entries = extra.block_lists.begin, extra.block_lists.entries
             lists = Int32(begin.shape[2])
@@ -80,6 +79,7 @@ class Walk:
             blocks = Int32(cute.size(entries)) // lists
         elif plan.visits == "ranges":
             ranges = ranges_of(visible_graph(plan.score_mod, plan.mask_mod))
+            seqlen_q = Int32(io.q.shape[1])
             ends = (seqlen_q // 2, seqlen_q - c.tile_m)
             tiles = [(cutlass.max(end, 0), cutlass.max(end, 0) + c.tile_m) for end in ends]
             lengths = seqlen_q, seqlen_k
