@@ -207,6 +207,8 @@ def test_a_planned_mask_is_for_its_sizes() -> None:
             fa_cute.attention(*wrong, mask_mod=heads)
     with pytest.raises(TypeError, match="q must be a torch.Tensor"):
         fa_cute.attention(None, k, v, mask_mod=heads)
+    with pytest.raises(ValueError, match="is on cpu, but q on meta; give plan_mask device='meta'"):
+        fa_cute.attention(*(x.to("meta") for x in (q, k, v)), mask_mod=heads)
 
 
 def test_plan_mask_says_what_is_wrong() -> None:

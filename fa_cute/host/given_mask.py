@@ -38,7 +38,8 @@ def as_mask_mod(mask: Any, q: Any, k: Any, v: Any) -> Any:
         name = "the MaskBlocks" if planned else "the BlockMask"
         home = (mask.by_query.offsets if planned else mask.kv_num_blocks).device
         if home != q.device:
-            raise ValueError(f"{name} is on {home}, but q on {q.device}; make it there")
+            remedy = f"give plan_mask device={str(q.device)!r}" if planned else "make it there"
+            raise ValueError(f"{name} is on {home}, but q on {q.device}; {remedy}")
         if not planned:
             function = from_block_mask(mask, call)
             head_dims = q.shape[3], v.shape[3]

@@ -112,7 +112,7 @@ def _listed() -> dict[str, Any]:
 
 
 def _planned(mask_mod: Callable) -> Any:
-    return fa_cute.plan_mask(mask_mod, BATCH, 3, SQ, SK, head_dim=64)
+    return fa_cute.plan_mask(mask_mod, BATCH, 3, SQ, SK, head_dim=64, device=DEVICE)
 
 
 def _only(score_mod: Callable | None = None, mask_mod: Callable | None = None) -> Callable:

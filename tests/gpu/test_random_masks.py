@@ -35,7 +35,8 @@ def _given(way: str, mask_mod: Callable, lengths: tuple[int, int]) -> dict[str, 
         hidden = torch.tensor(-math.inf)
         return {"score_mod": lambda s, b, h, q, kv: torch.where(mask_mod(b, h, q, kv), s, hidden)}
     if way == "planned":
-        return {"mask_mod": fa_cute.plan_mask(mask_mod, BATCH, HEADS, *lengths, head_dim=DIM)}
+        sizes = (BATCH, HEADS, *lengths)
+        return {"mask_mod": fa_cute.plan_mask(mask_mod, *sizes, head_dim=DIM, device="cuda")}
     return {"mask_mod": mask_mod}
 
 
