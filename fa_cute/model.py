@@ -44,8 +44,8 @@ class Body(NamedTuple):
     comparisons: int
 
 
-def body(config: FwdSm100Config, *, first: bool = False, bounds: int = 0) -> Body:
-    """The counts for a row of the table; ``bounds`` are compared with every score, in edges.
+def body(config: FwdSm100Config, *, first: bool = False, edge: bool = False) -> Body:
+    """The counts for a row of the table; in an ``edge`` every score is tested and selected.
 
     A tile's ``first`` block has no maximum before it, so no factor on O.
     """
@@ -58,7 +58,7 @@ def body(config: FwdSm100Config, *, first: bool = False, bounds: int = 0) -> Bod
         maxima=pairs + 3 + factor + 2 * emulated,
         conversions=pairs,
         integers=2 * emulated,
-        comparisons=2 * bounds * config.tile_n,
+        comparisons=2 * edge * config.tile_n,
     )
 
 
@@ -87,11 +87,11 @@ def cycles(
     width: int,
     width_v: int,
     *,
-    bounds: int = 0,
+    edge: bool = False,
     target: str = "sm_100a",
 ) -> Cycles:
     """One block of keys in one CTA: all its tiles of queries."""
-    m, n, row = config.tile_m // config.ctas, config.tile_n, body(config, bounds=bounds)
+    m, n, row = config.tile_m // config.ctas, config.tile_n, body(config, edge=edge)
     of_q, of_k, of_v = ROWS * width * 2, n * width * 2, n * width_v * 2
     # The factor on O is one exponential and one maximum a row, in a tail that hides.
     others = row.maxima - 1 + row.conversions + row.integers + row.comparisons
@@ -122,8 +122,7 @@ def tiles(plan: Plan, bounds: Bounds) -> list[Cycles]:
     """Each tile of queries of a head: all blocks of keys that it visits; mods are not counted."""
     c = plan.config
     middle, edge = (
-        cycles(c, plan.width, plan.width_v, bounds=compared, target=plan.target)
-        for compared in (0, 1 + plan.window[0])
+        cycles(c, plan.width, plan.width_v, edge=edge, target=plan.target) for edge in (False, True)
     )
     found = []
     for q in range(0, bounds.seqlen_q, c.tile_m):

@@ -115,7 +115,7 @@ def test_every_row_is_documented() -> None:
 def test_a_tile_is_the_sum_of_its_blocks() -> None:
     """1,024 queries and keys, causal: tiles of 256 see 2, 4, 6 and 8 blocks, two of them edges."""
     own = plan((128, 128), causal=True)
-    block, edge = (model.cycles(own.config, 128, 128, bounds=n) for n in (0, 1))
+    block, edge = (model.cycles(own.config, 128, 128, edge=edge) for edge in (False, True))
     tiles = model.tiles(own, Bounds(1024, 1024, right=0))
     assert [tile.products for tile in tiles] == [n * block.products for n in (2, 4, 6, 8)]
     assert [tile.other for tile in tiles] == [
