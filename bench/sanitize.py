@@ -23,6 +23,7 @@ from tests.gpu.configurations import (
     HOSTED,
     MASKS,
     MODS,
+    PACKED,
     PLAIN,
     PRESUMED,
     RATIOS,
@@ -84,6 +85,10 @@ HOSTED_KINDS: Kinds = {
     "both mods": (HOSTED["both"], (129, 200), {}),
     "d256, both mods": (HOSTED["256-both"], (129, 200), {}),
     "table": (variant("t5_relative_bias"), (129, 200), {}),
+    "mask, ranges": (MASKS["cutoffs-causal"], (200, 500), {}),
+    "mask, lists": (MASKS["scattered-causal"], (300, 400), {}),
+    "mask, loads by key": (masks()["document-planned"], (300, 300), {}),
+    "packed heads": (PACKED["causal-8"], (5, 300), {}),
 }
 
 

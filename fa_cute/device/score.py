@@ -297,9 +297,16 @@ class Block:
         """Replace ``s`` (rows, columns), which holds Q K^T, by the modified score over ``gain``."""
         self._replace(s, lambda result, row: result)
 
-    def hide(self, s: cute.Tensor) -> None:
-        """Put -inf into ``s`` (rows, columns) wherever the mask_mod gives False."""
-        self._replace(s, lambda seen, row: arith.select(seen, row, emit.like(row, -math.inf)))
+    def hide(self, s: cute.Tensor, columns: range | None = None) -> None:
+        """Put -inf into ``s`` (rows, columns) wherever the mask_mod gives False.
+
+        ``columns``: which of the fragment's ``s`` holds, if not all.
+        """
+
+        def hidden(seen: Any, row: Any) -> Any:
+            return arith.select(seen, row, emit.like(row, -math.inf))
+
+        self._replace(s, hidden, columns)
 
     def differentiate(self, s: cute.Tensor) -> Slopes:
         """``score``, of a graph with its derivative: ``s`` likewise, and the derivative there."""
@@ -313,9 +320,11 @@ class Block:
         held = dict(zip(at_once, found, strict=True))
         return Slopes(self, tuple(wanted), held, None if scored == at_once else raw)
 
-    def _replace(self, s: cute.Tensor, combine: Callable[[Any, Any], Any]) -> None:
+    def _replace(
+        self, s: cute.Tensor, combine: Callable[[Any, Any], Any], columns: range | None = None
+    ) -> None:
         result = self.rows.tile.mod.schedule.lowered.graph.result
-        (found,) = self._computed(self._vectors(s), [result], combine)
+        (found,) = self._computed(self._vectors(s), [result], combine, within=columns)
         self._put(s, found)
 
     def _put(self, s: cute.Tensor, rows: Sequence[Any]) -> None:
@@ -333,15 +342,17 @@ class Block:
         wanted: Sequence[int],
         combine: Callable[[Any, Any], Any] = lambda result, row: result,
         component: Any = 0,
+        within: range | None = None,
     ) -> list[list[Any]]:
         """The nodes ``wanted`` at the scores ``before`` (None: they read none), a vector a row; of
-        short vectors one ``component``."""
+        short vectors one ``component``; of the columns ``within``, or all."""
+        first = 0 if within is None else within.start
         rows = [None] * len(self.scope.fragment.rows) if before is None else before
         after: list[list[list[Any]]] = [[[] for _ in rows] for _ in wanted]
-        for columns in self.chunks():
+        for columns in self.chunks(within):
             scope, here = self.part(columns), rows
             if before is not None:
-                here = [emit.part(row, columns.start, len(columns)) for row in rows]
+                here = [emit.part(row, columns.start - first, len(columns)) for row in rows]
                 scope = scope.below(score=Value("element", tuple(here)))
             memo = scope.evaluate(wanted, component)
             for new, at in zip(after, wanted, strict=True):
@@ -351,10 +362,11 @@ class Block:
                     row.append(combine(result, was))
         return [[emit.joined(parts) for parts in new] for new in after]
 
-    def chunks(self) -> list[range]:
-        """The columns to compute at a time."""
-        columns = self.scope.columns
-        return [range(at, min(at + CHUNK, columns)) for at in range(0, columns, CHUNK)]
+    def chunks(self, within: range | None = None) -> list[range]:
+        """The columns to compute at a time, of those ``within``, or of all."""
+        every = range(self.scope.columns) if within is None else within
+        begins = range(every.start, every.stop, CHUNK)
+        return [range(at, min(at + CHUNK, every.stop)) for at in begins]
 
     def part(self, columns: range) -> Scope:
         """The scope of some of the columns, with what they loaded."""

@@ -23,7 +23,9 @@ verbs in ``tmem`` and ``mma_sm100``: a test device.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import cutlass
@@ -423,9 +425,8 @@ class FwdSm100:
         """One tile that sees something: the peeled first block, the others, the sums."""
         if const_expr(self.walk.noted):
             rings = self.block(body, rings, None, (True, True))
-            # Masks come after a score_mod, which works in registers: there on every block.
-            edge = None if const_expr(self.plan.score_mod is None) else True
-            rings = self.follow(body, rings, walk.count - 1, edge)
+            for _ in cutlass.range(walk.count - 1, unroll=1):
+                rings = self.block(body, rings, None, (not self.masks_alone, False))
         else:
             spans = walk.spans
             rings = self.block(body, rings, spans.last, (True, True))
@@ -445,35 +446,32 @@ class FwdSm100:
             rings = self.block(body, rings, end - 1 - i, (edge, False))
         return rings
 
-    @cute.jit
-    def follow(self, body: Sweep, rings, count: Int32, edge: cutlass.Constexpr):
-        """The next ``count`` blocks, as the notes name them."""
-        for _ in cutlass.range(count, unroll=1):
-            rings = self.block(body, rings, None, (edge, False))
-        return rings
-
     def block(self, body: Sweep, rings, block: Int32 | None, kind: tuple) -> Any:
-        """S of one block becomes P in its place; ``kind``: (is an edge, is the tile's first).
-
-        ``block`` None: a note names it, and, where ``edge`` is None, says whether it is whole.
-        """
+        """S of a block (None: a note's) becomes P there; ``kind``: (an edge, the tile's first)."""
         (edge, first), memory, c, visit = kind, body.memory, self.config, None
         if block is None:
             with rings.note.drain() as note:
                 visit = Visit.of(body.notes[note.index])
             block = visit.block
-        mods = body.mods if edge is not None else body.mods._replace(mask=None)
+        mods = body.mods._replace(mask=None) if self.masks_alone else body.mods
         mods = modifiers.enter_block(mods, block * c.tile_n)
         slot = rings.s.take()
         memory.entered()
         column = body.column + slot.index * c.tile_n
-        if edge is None:
-            self.restrict(body, column, visit)
-        s = self.scores(memory, column)
+        if self.masks_alone:
+            if first or visit is None:
+                self.hide(body, column, block)
+            else:
+                self.restrict(body, column, visit)
+        s = emit.joined([memory.load(column + at, PIECE) for at in range(0, c.tile_n, PIECE)])
+        memory.loaded()
         slot.release()
         if mods.score is not None:
             s = rows.modified(s, mods.score.score)
-        s = self.hidden(body, s, (block, edge), mods)
+        if edge:
+            s = rows.hide(s, body.limit, block * c.tile_n)
+        if mods.mask is not None:
+            s = rows.modified(s, mods.mask.hide)
         gain = self.gain(body.x)
         factor, shift = softmax.raise_maximum(s, body.state, gain, self.pairs, first=first)
         if not first:
@@ -494,33 +492,39 @@ class FwdSm100:
         softmax.add_up(p, body.state, factor, first=first)
         return rings
 
-    def scores(self, memory: Any, column: Int32) -> Any:
-        """This thread's row of S."""
-        pieces = range(0, self.config.tile_n, PIECE)
-        s = emit.joined([memory.load(column + at, PIECE) for at in pieces])
-        memory.loaded()
-        return s
-
-    def hidden(self, body: Sweep, s: Any, at: tuple, mods: Mods) -> Any:
-        """``s`` less what the bounds, where ``at`` = (block, is an edge), and mask_mod hide."""
-        if at[1]:
-            s = rows.hide(s, body.limit, at[0] * self.config.tile_n)
-        return s if mods.mask is None else rows.modified(s, mods.mask.hide)
+    @property
+    def masks_alone(self) -> bool:
+        """Whether a mask_mod works in tensor memory: not after a score_mod, which does not."""
+        return self.plan.mask_mod is not None and self.plan.score_mod is None
 
     @cute.jit
     def restrict(self, body: Sweep, column: Int32, visit: Visit):
-        """The bounds and mask_mod on the row of S in tensor memory, unless the block is whole.
-
-        A row in registers that a branch hands on would spill: 144 bytes, head dim 128.
-        """
+        """``hide``, and the bounds, unless the block is whole."""
         if visit.whole == 0:
-            mods = body.mods._replace(score=None)
-            mods = modifiers.enter_block(mods, visit.block * self.config.tile_n)
-            cut = const_expr(self.plan.causal or any(self.plan.window))
-            s = self.hidden(body, self.scores(body.memory, column), (visit.block, cut), mods)
-            for at in cutlass.range_constexpr(0, self.config.tile_n, PIECE):
-                body.memory.store(column + at, emit.part(s, at, PIECE))
-            body.memory.stored()
+            self.hide(body, column, visit.block, bounds=self.plan.causal or any(self.plan.window))
+
+    def hide(self, body: Sweep, column: Int32, block: Int32, *, bounds: bool = False) -> None:
+        """mask_mod, and the ``bounds``, on the row of S in tensor memory, a piece at a time.
+
+        Beside a row in registers a mask spills: up to 232 bytes at head dim 128.
+        """
+        first = block * self.config.tile_n
+        mask = modifiers.enter_block(body.mods._replace(score=None), first).mask
+
+        def hidden(s: Any, at: int) -> Any:
+            if bounds:
+                s = rows.hide(s, body.limit, first + at)
+            return rows.modified(s, partial(mask.hide, columns=range(at, at + PIECE)))
+
+        self.rewrite(body.memory, column, self.config.tile_n, hidden)
+
+    def rewrite(self, memory: Any, column: Any, count: int, change: Callable) -> None:
+        """``change(piece, at)`` of ``count`` columns of this thread's row, from ``column`` on."""
+        for at in range(0, count, PIECE):
+            piece = memory.load(column + at, PIECE)
+            memory.loaded()
+            memory.store(column + at, change(piece, at))
+        memory.stored()
 
     def gain(self, x: Operands) -> Float32:
         """c, what a score is multiplied with to become an exponent of 2."""
@@ -558,11 +562,7 @@ class FwdSm100:
     def multiply_row(self, memory, column: cutlass.Constexpr, factor: Float32):
         """Multiply this thread's row of O by ``factor``; nothing where every one is 1."""
         if cute.arch.vote_any_sync(factor < 1.0):
-            for at in cutlass.range_constexpr(0, self.plan.width_v, PIECE):
-                o = memory.load(column + at, PIECE)
-                memory.loaded()
-                memory.store(column + at, rows.scaled(o, factor))
-            memory.stored()
+            self.rewrite(memory, column, self.plan.width_v, lambda o, at: rows.scaled(o, factor))
 
     def finish(self, work: tuple, rings, buffers: Buffers, memory: Any, t: int) -> Any:
         """Divide O of tile ``t`` by its sums; store it and the log-sum-exp."""
