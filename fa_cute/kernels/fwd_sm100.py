@@ -170,12 +170,12 @@ class FwdSm100:
 
     def __init__(self, plan: Plan):
         self.plan, self.config = plan, plan.config
-        self.native = "@" not in plan.target
+        native = "@" not in plan.target
         self.topology, self.columns = topology(plan), columns(plan)
         self.dtype = DTYPES[plan.dtype]
-        self.memory = tmem.Native if self.native else tmem.Hosted
-        self.pairs = Pairs(self.native)
-        self.products = Products(plan, self.dtype, self.columns, native=self.native)
+        self.memory = tmem.Native if native else tmem.Hosted
+        self.pairs = Pairs(native)
+        self.products = Products(plan, self.dtype, self.columns, native=native)
         self.fragment = one_row(plan.config.tile_n, WARPGROUP)
         self.walk = Walk(plan, self.fragment)
         graphs = (plan.score_mod, plan.mask_mod)
@@ -286,9 +286,8 @@ class FwdSm100:
 
     def registers(self, role: str, more: bool) -> None:
         """Take the role's registers: all four warps of its warpgroups."""
-        if self.native:
-            less, greater = cute.arch.setmaxregister_decrease, cute.arch.setmaxregister_increase
-            (greater if more else less)(self.topology.role(role).registers)
+        less, greater = cute.arch.setmaxregister_decrease, cute.arch.setmaxregister_increase
+        (greater if more else less)(self.topology.role(role).registers)
 
     def allocate(self, x: Operands) -> tuple[Any, Buffers]:
         """Shared memory: the barriers' storage, and the buffers as tensors."""

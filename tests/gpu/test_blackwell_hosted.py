@@ -1,7 +1,7 @@
 """The kernel of sm_100 on a Hopper GPU, its verbs in their second implementation.
 
 What this cannot see is listed in docs/blackwell.md: tcgen05 itself, its fences and waits,
-descriptors, allocation, setmaxnreg.
+descriptors, allocation.
 """
 
 from __future__ import annotations
