@@ -151,12 +151,12 @@ def expected(plan: Plan) -> Counts:
     """What the text of ``plan``'s kernel holds, without mods or sinks.
 
     S before the loop, P V and S in it, P V behind it; a softmax body for the first block, one for
-    each kind of block after it; for each tile one rescaling of O and one division of it.
+    whole blocks after it, one for edges; for each tile one rescaling of O and one division of it.
     """
     c = plan.config
     s, pv = plan.width // 16, c.tile_n // 16
     first, later = body(c, first=True), body(c)
-    kinds = 1 + (plan.causal or plan.window[1]) + plan.window[0]
+    kinds = 1 + (plan.causal or any(plan.window))
     row = Body(*(a + kinds * b for a, b in zip(first, later, strict=True)))
     o = c.q_tiles * plan.width_v
     pieces = (1 + kinds) * c.tile_n // PIECE

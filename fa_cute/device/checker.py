@@ -161,6 +161,8 @@ class _Warp:
         if e[0] == "free":
             key = (self.seed, self.number, tuple(self.path), repr(e[1]))
             return random.Random(repr(key)).randrange(2)
+        if e[0] == "turn":
+            return self.path[e[1]]
         if e[0] == "select":
             return self.value(e[2] if self.value(e[1]) else e[3])
         return int(OPERATORS[e[0]](self.value(e[1]), self.value(e[2])))

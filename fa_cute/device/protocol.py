@@ -10,9 +10,9 @@ A pair of CTAs walks one program: each has its own barriers and memory, and a pr
 writes those of both.
 
 Expressions: an int; a name, whose value the scenario gives by tile; ``("tid",)`` in the CTA;
-``("rank",)``, which CTA of a pair; ``("slot", s)``, the stage that slot ``s`` has;
-``("free", key)``, decided at random, by warp and iteration; ``(operator, a, b)`` with Python's
-operators; ``("select", c, a, b)``.
+``("rank",)``, which CTA of a pair; ``("slot", s)``, the stage that slot ``s`` has; ``("turn", d)``,
+of the loop that has ``d`` round it; ``("free", key)``, decided at random, by warp and iteration;
+``(operator, a, b)`` with Python's operators; ``("select", c, a, b)``.
 """
 
 from __future__ import annotations

@@ -144,15 +144,7 @@ class Recorder:
 
     def path(self) -> list[tuple[Any, Any]]:
         """The (operation, block) of the dynamic loops and branches around the trace."""
-        found, block = [], ir.InsertionPoint.current.block
-        while block is not None:
-            owner = getattr(block.owner, "operation", block.owner)
-            if owner.name.endswith((".func", ".module")):
-                break
-            if owner.name.startswith("scf."):
-                found.append((owner, block))
-            block = owner.block
-        return found[::-1]
+        return list(_inside(ir.InsertionPoint.current.block))[::-1]
 
     def finished(self) -> protocol.Program:
         """What was recorded, as the checker walks it."""
@@ -210,6 +202,9 @@ class Recorder:
             return self.names[hash(value)]
         owner = getattr(value.owner, "operation", value.owner)
         kind = getattr(owner, "name", "an argument")
+        if kind == "an argument" and (counting := _counting(value)) is not None:
+            loop, depth = counting
+            return folded("+", self.expression(loop.operands[0]), ("turn", depth))
         if kind == "arith.constant":
             return int(ir.IntegerAttr(owner.attributes["value"]).value)
         if kind in BINARY:
@@ -338,6 +333,25 @@ def folded(operation: str, a: Any, b: Any) -> Any:
     if operation == "+" and 0 in (a, b):
         return b if a == 0 else a
     return (operation, a, b)
+
+
+def _inside(block: Any) -> Iterator[tuple[Any, Any]]:
+    """The (operation, block) of the loops and branches round ``block``, the innermost first."""
+    while block is not None:
+        owner = getattr(block.owner, "operation", block.owner)
+        if owner.name.endswith((".func", ".module")):
+            return
+        if owner.name.startswith("scf."):
+            yield owner, block
+        block = owner.block
+
+
+def _counting(value: Any) -> tuple[Any, int] | None:
+    """The loop whose turns ``value`` counts, and how many loops are round it; or None."""
+    loop, block = next(_inside(value.owner), (None, None))
+    if block != value.owner or loop.name != "scf.for" or block.arguments[0] != value:
+        return None
+    return loop, sum(op.name in ("scf.for", "scf.while") for op, _ in _inside(loop.block))
 
 
 def plain(value: Any) -> Any:

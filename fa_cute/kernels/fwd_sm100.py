@@ -187,11 +187,8 @@ class FwdSm100:
         bounds = bounds_of(plan, (io.q.shape[1], io.k.shape[1]), launch)
         if const_expr(c.packed):
             io = packing.packed(io, plan.gqa_ratio)
-        boxes = (
-            (mma_sm100.ROWS, plan.width),
-            (c.tile_n // c.ctas, plan.width),
-            (c.tile_n, plan.width_v // c.ctas),
-        )
+        keys, width_v = c.tile_n // c.ctas, plan.width_v // c.ctas
+        boxes = ((mma_sm100.ROWS, plan.width), (keys, plan.width), (c.tile_n, width_v))
         stages = (c.q_tiles, c.k_stages, c.v_stages)
         layouts = tuple(
             mma_sm100.smem_layout(self.dtype, *box, staged)
@@ -429,10 +426,15 @@ class FwdSm100:
         else:
             spans = walk.spans
             rings = self.block(body, rings, spans.last, (True, True))
-            rings = self.sweep(body, rings, spans.middle_end, spans.last, True)
-            rings = self.sweep(body, rings, spans.middle_begin, spans.middle_end, False)
             if const_expr(body.x.bounds.left is not None):
-                rings = self.sweep(body, rings, spans.begin, spans.middle_begin, True)
+                for side in cutlass.range(2, unroll=1):
+                    begin, end, whole = walk.side(side)
+                    rings = self.sweep(body, rings, begin, end, True)
+                    rings = self.sweep(body, rings, whole, spans.middle_end, False)
+            else:
+                if const_expr(body.x.bounds.right is not None):
+                    rings = self.sweep(body, rings, spans.middle_end, spans.last, True)
+                rings = self.sweep(body, rings, spans.middle_begin, spans.middle_end, False)
         with rings.stat.fill() as end:
             body.stat[0, end.index] = body.state.sum[0]
             body.stat[1, end.index] = body.state.maximum[0]
