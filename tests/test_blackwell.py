@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import fa_cute
+from bench import spills
 from fa_cute import model
 from fa_cute.cli import main
 from fa_cute.configuration import Configuration
@@ -128,7 +129,7 @@ def test_explain_prints_the_model() -> None:
     q = torch.empty(2, 8192, 16, 128, dtype=torch.bfloat16)
     text = fa_cute.explain(q, q, q, target="sm_100a")
     assert "256 queries x 128 keys, 2 softmax warpgroups" in text
-    assert "192 a softmax thread, 72 a correction's" in text and "65536 of 65536" in text
+    assert "192 a softmax thread, 56 a correction's" in text and "65536 of 65536" in text
     assert "2048 cycles of products, 1536 of shared memory, 1792 of exponentials" in text
     assert "emulating 2 of 16 pairs takes off 256 cycles of exponentials for 192 of fp32" in text
     assert "conditional rescaling 256 of fp32 and 16 accesses" in text
@@ -156,14 +157,16 @@ def test_explain_prints_what_bounds_a_call() -> None:
     assert "bound by products" in text and "model: at least" in text
 
 
+WINDOW = {"window": (True, True), "return_lse": True}
+NATIVE = [
+    *((row, "sm_100a", {"causal": cut}) for row in ROWS for cut in (False, True)),
+    *((row, "sm_103a", WINDOW) for row in ROWS),
+    ((128, 128), "sm_100a", {"causal": True, "window": (True, False)}),
+]
+
+
 @pytest.mark.compile
-@pytest.mark.parametrize(
-    ("head_dims", "target", "options"),
-    [(row, "sm_100a", {"causal": cut}) for row in ROWS for cut in (False, True)]
-    + [((128, 128), "sm_100a", {"window": (True, True)})]
-    + [((128, 128), "sm_103a", {"causal": True, "return_lse": True})],
-    ids=str,
-)
+@pytest.mark.parametrize(("head_dims", "target", "options"), NATIVE, ids=str)
 def test_native(head_dims: tuple, target: str, options: dict, tmp_path: Path) -> None:
     """No spill under setmaxnreg, and the instructions that the plan says, no more and no fewer."""
     own = plan(head_dims, target, **options)
@@ -175,20 +178,39 @@ def test_native(head_dims: tuple, target: str, options: dict, tmp_path: Path) ->
 
 
 @pytest.mark.compile
-@pytest.mark.parametrize("visits", ["ranges", "lists"])
-def test_native_blocks_of_a_mask(visits: str, tmp_path: Path) -> None:
-    """A branch on a block's note costs no spill."""
-    own = plan((128, 128), mask_mod=lambda b, h, q, kv: q // 64 == kv // 64, causal=True)
-    found = compiling.listing(replace(own, visits=visits), tmp_path)
-    assert own.visits == "ranges" and found.resources.spill_bytes == 0
+@pytest.mark.parametrize(("head_dims", "degree"), [((64, 64), 5), ((96, 96), 4)], ids=str)
+def test_other_degrees(head_dims: tuple, degree: int, tmp_path: Path) -> None:
+    """A row may choose a longer polynomial: the counts follow, and nothing spills."""
+    own = plan(head_dims)
+    own = replace(own, config=replace(own.config, degree=degree))
+    found = compiling.listing(own, tmp_path)
+    assert found.resources.spill_bytes == 0 and counted(found.ptx) == model.expected(own)
+
+
+# Each kind of mod at another row; ``bench/spills.py`` compiles the gallery at every row.
+GALLERY = [
+    ("alibi", (128, 128), "causal"),
+    ("softcap", (256, 256), "full"),
+    ("t5_relative_bias", (64, 64), "causal"),
+    ("block_causal", (128, 128), "causal"),
+    ("causal_documents", (192, 128), "full"),
+    ("tree", (96, 96), "full"),
+]
 
 
 @pytest.mark.compile
-def test_native_mod(tmp_path: Path) -> None:
-    """Biases of a row's 128 diagonals, constants apart, cost no spill."""
-    alibi = {"score_mod": lambda s, b, h, q, kv: s - (q - kv).abs() * 0.125}
-    found = compiling.listing(plan((128, 128), causal=True, **alibi), tmp_path)
-    assert found.resources.spill_bytes == 0
+@pytest.mark.parametrize(("name", "head_dims", "bounds"), GALLERY, ids=str)
+def test_native_mods(name: str, head_dims: tuple, bounds: str) -> None:
+    """Biases in registers, masks in tensor memory, loads through shared memory: no spill."""
+    assert spills.spilled((name, head_dims, bounds), "sm_100a")["spilled"] == 0
+
+
+@pytest.mark.compile
+def test_native_lists(tmp_path: Path) -> None:
+    """A branch on a block's note costs no spill."""
+    own = plan((128, 128), mask_mod=lambda b, h, q, kv: q // 64 == kv // 64, causal=True)
+    found = compiling.listing(replace(own, visits="lists"), tmp_path)
+    assert own.visits == "ranges" and found.resources.spill_bytes == 0
 
 
 PAIRS = [
