@@ -15,7 +15,7 @@ from fa_cute.host.given_mask import as_mask_mod
 from fa_cute.host.launch import Resources
 from fa_cute.host.planning import Mods, by_tiles, make_plan
 from fa_cute.host.problem import FEW_KEYS, FEW_QUERIES, Problem, described, layout_is_ready
-from fa_cute.host.target import current_target
+from fa_cute.host.target import current_target, is_hosted
 from fa_cute.mods.affine import ranges_of
 from fa_cute.mods.intervals import EMPTY
 from fa_cute.mods.shown import shown
@@ -241,6 +241,9 @@ def _work_lines(
 
 def _model_lines(plan: Plan, problem: Problem, flops: float, kept: float) -> Iterator[str]:
     """Cycles on paper of a block, and time of a call; ``kept``: what a mask leaves of the tiles."""
+    if is_hosted(plan.target):
+        yield "model: none; a test device, sm_100's kernel hosted on Hopper, hundreds of times slower"
+        return
     c = plan.config
     block = model.cycles(c, plan.width, plan.width_v, target=plan.target)
     bare = model.cycles(replace(c, emulated=0), plan.width, plan.width_v, target=plan.target)

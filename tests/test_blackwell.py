@@ -165,6 +165,11 @@ NATIVE = [
 ]
 
 
+def test_explain_says_that_a_hosted_target_is_a_test_device() -> None:
+    q = torch.empty(1, 4096, 2, 128, dtype=torch.bfloat16)
+    assert "model: none; a test device" in fa_cute.explain(q, q, q, target="sm_100@sm_90a")
+
+
 @pytest.mark.compile
 @pytest.mark.parametrize(("head_dims", "target", "options"), NATIVE, ids=str)
 def test_native(head_dims: tuple, target: str, options: dict, tmp_path: Path) -> None:
