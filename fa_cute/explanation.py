@@ -242,7 +242,7 @@ def _work_lines(
 def _model_lines(plan: Plan, problem: Problem, flops: float, kept: float) -> Iterator[str]:
     """Cycles on paper of a block, and time of a call; ``kept``: what a mask leaves of the tiles."""
     if is_hosted(plan.target):
-        yield "model: none; a test device, sm_100's kernel hosted on Hopper, hundreds of times slower"
+        yield "model: none; a test device, sm_100's kernel hosted on Hopper: slow"
         return
     c = plan.config
     block = model.cycles(c, plan.width, plan.width_v, target=plan.target)
