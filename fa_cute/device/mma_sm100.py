@@ -18,6 +18,7 @@ from typing import Any
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32
+from cutlass._mlir.dialects import cute as cute_dialect
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, tcgen05, warp
 
 from fa_cute.device import tmem
@@ -100,10 +101,12 @@ class Native:
         rows = ROWS * self.ctas
         acc_layout = mma.make_fragment_C(mma.partition_shape_C((rows, self.columns))).layout
         acc = cute.make_tensor(memory.pointer(Float32, d), acc_layout)
-        first, later = (self._atom(mma, adding) for adding in (adds, True))
+        first, later = (self._atom(mma, adding)._unpack() for adding in (adds, True))
         left = self._words_of_p(mma, memory, a) if self.p_times_v else lambda k: a[None, None, k]
+        # ``cute.gemm`` asks for shapes before it does this: 66 operations traced a step.
         for k in steps:
-            cute.gemm(first if k == steps.start else later, acc, left(k), b[None, None, k], acc)
+            atom, operands = first if k == steps.start else later, (left(k), b[None, None, k])
+            cute_dialect.gemm(atom, acc.value, *([one.value] for one in operands), acc.value)
 
     def _words_of_p(self, mma: cute.TiledMma, memory: tmem.Native, column: Any) -> Callable:
         """Step k of P, which begins at ``column``."""
