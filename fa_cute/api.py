@@ -169,6 +169,7 @@ def on_cuda(
             lse_gradient=options.return_lse,
             derivative=derivative,
             listed=None if mods.blocks is None else mods.blocks.key_tile,
+            gradients=(qkv[0].requires_grad, qkv[1].requires_grad or qkv[2].requires_grad),
         )
     call = autograd.Call(
         lambda: on_gpu(prepared, qkv, mods, None, sinks),

@@ -153,7 +153,8 @@ class Plan:
     ``visits`` says where the blocks that a tile visits come from: "bounds" (causal and the window
     alone: a mask_mod is evaluated on all they leave), "ranges" (those of the mask_mod, computed in
     the kernel) or "lists" (``Extra.block_lists``). ``bias``: the place of the captured tensor of
-    score_mod that TMA loads by tiles (``mods/tiles.py``), or None.
+    score_mod that TMA loads by tiles (``mods/tiles.py``), or None. ``gradients``, of a backward:
+    whether it computes dQ, and whether dK and dV.
     """
 
     direction: str
@@ -172,6 +173,12 @@ class Plan:
     config: FwdConfig | FwdSm100Config | BwdConfig
     visits: str = "bounds"
     bias: int | None = None
+    gradients: tuple[bool, bool] = (True, True)
+
+    @property
+    def in_turn(self) -> bool:
+        """Whether tiles of keys add to dQ in turn."""
+        return self.deterministic and self.gradients[0]
 
     @property
     def bias_stages(self) -> int:
@@ -285,7 +292,7 @@ class BwdIo(NamedTuple):
     q, dout ``(B, Sq, Hq, ·)``; k, v, dk, dv ``(B, Sk, Hk, ·)``. From the preprocess: ``shift`` and
     ``delta`` ``(B, Hq, P)`` float32, P = Sq padded to whole blocks of ``tile_q``; ``sums``
     ``(B, Hq, P, width)`` float32, dQ in fragment order; ``turns`` int32, one a block,
-    ``(B, Hq, P / tile_q)``; None unless deterministic.
+    ``(B, Hq, P / tile_q)``; None unless deterministic. What is not computed has None.
     """
 
     q: Any

@@ -77,6 +77,9 @@ KERNELS: dict[str, Callable[[], Plan]] = {
     "backward, lists of a mask, deterministic": lambda: replace(
         backward(mask_mod=chunked, deterministic=True), visits="lists"
     ),
+    "backward, dQ alone, causal": lambda: replace(backward(causal=True), gradients=(True, False)),
+    "backward, dK and dV alone": lambda: replace(backward(), gradients=(False, True)),
+    "backward, wide, dQ alone": lambda: replace(backward(head_dim=256), gradients=(True, False)),
     "backward, wide": lambda: backward(head_dim=256),
     "backward, wide, one slot a ring": lambda: forward(
         direction="backward", head_dim=256, score_mod=t5_relative_bias(torch.zeros(32, 8))

@@ -91,8 +91,11 @@ def plans_of(
     lse_gradient: bool,
     derivative: Graph | None = None,
     listed: tuple[int, int] | None = None,
+    gradients: tuple[bool, bool] = (True, True),
 ) -> Plans:
     """The backward of the ``forward`` plan; ``lse_gradient``: lse has one too.
+
+    ``gradients``: whether dQ, and whether dK and dV are computed.
 
     ``derivative``: the forward's score_mod as ``mods/derivative.differentiate`` makes it.
     ``listed``: the tile (queries, keys) of the lists that the call has, if any.
@@ -108,6 +111,7 @@ def plans_of(
         sinks=False,
         visits=_visits(forward, config, listed, deterministic),
         bias=None,
+        gradients=gradients,
     )
     # The passes around it know nothing of masks and mods: one kernel each for all of these.
     around = replace(
@@ -118,11 +122,12 @@ def plans_of(
         score_mod=None,
         mask_mod=None,
         visits="bounds",
+        gradients=(gradients[0], True),
     )
     return Plans(
         replace(around, direction=PREPROCESS, return_lse=lse_gradient),
         main,
-        replace(around, direction=POSTPROCESS, deterministic=False),
+        replace(around, direction=POSTPROCESS, deterministic=False, gradients=(True, True)),
     )
 
 
@@ -176,12 +181,15 @@ def backward(
     blocks = -(-problem.seqlen_q // config.tile_q)
     rows = blocks * config.tile_q
     shift, delta = torch.empty((2, *shape, rows), dtype=torch.float32, device=q.device)
-    sums = torch.empty((*shape, rows, plans.main.width), dtype=torch.float32, device=q.device)
-    turns = None
-    if plans.main.deterministic:
+    sums = turns = dk = dv = None
+    of_q, of_kv = plans.main.gradients
+    if of_q:
+        sums = torch.empty((*shape, rows, plans.main.width), dtype=torch.float32, device=q.device)
+    if plans.main.in_turn:
         turns = torch.empty((*shape, blocks), dtype=torch.int32, device=q.device)
     q, k, v, out, dout = (kernel_ready(x) for x in (q, k, v, out, dout))
-    dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (k, v))
+    if of_kv:
+        dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (k, v))
     if plans.preprocess.return_lse:
         dlse = torch.zeros_like(lse) if dlse is None else dlse.float().contiguous()
     launch = launch._replace(counter=counter(q.device))

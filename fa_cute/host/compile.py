@@ -372,15 +372,17 @@ def _fake_io(plan: Plan) -> Any:
     )
     if plan.direction == FORWARD:
         return Io(q, k, v, out, _fake_rows() if plan.return_lse else None)
-    sums = _fake_operand("float32", plan.width)
+    of_q, of_kv = plan.gradients
+    sums = _fake_operand("float32", plan.width) if of_q else None
     if plan.direction == POSTPROCESS:
         return PostprocessIo(sums, dk)
     shift, delta = _fake_rows(aligned=True), _fake_rows(aligned=True)
-    turns = _fake_rows("int32") if plan.deterministic else None
+    turns = _fake_rows("int32") if plan.in_turn else None
     if plan.direction == PREPROCESS:
         dlse = _fake_rows() if plan.return_lse else None
         return PreprocessIo(out, dout, _fake_rows(), dlse, shift, delta, sums, turns)
-    return BwdIo(q, k, v, dout, shift, delta, sums, dk, out, turns)
+    dk, dv = (dk, out) if of_kv else (None, None)
+    return BwdIo(q, k, v, dout, shift, delta, sums, dk, dv, turns)
 
 
 def _element(dtype: str) -> Any:

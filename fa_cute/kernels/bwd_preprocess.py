@@ -62,7 +62,8 @@ class BwdPreprocess:
         number, thread = cute.arch.block_idx()[0], cute.arch.thread_idx()[0]
         block, head = number % x.blocks, number // x.blocks % x.heads
         batch = number // x.blocks // x.heads
-        self.clear(x.io.sums[batch, head, 0, None], block, thread)
+        if const_expr(x.io.sums is not None):
+            self.clear(x.io.sums[batch, head, 0, None], block, thread)
         if const_expr(x.io.turns is not None):
             if thread == 0:
                 x.io.turns[batch, head, block] = 0

@@ -100,7 +100,7 @@ def topology(plan: Plan) -> Topology:
 
 def in_bulk(plan: Plan) -> bool:
     """Whether dQ is added from shared memory, by a warp of its own."""
-    return plan.deterministic or plan.config.bulk
+    return plan.gradients[0] and (plan.deterministic or plan.config.bulk)
 
 
 def fitting(plan: Plan, scratch_bytes: int) -> Plan:
@@ -354,7 +354,8 @@ class BwdSm90:
             modifiers.leave(rows)
         k.release()
         v.release()
-        self.store(x, work, f)
+        if const_expr(self.plan.gradients[1]):
+            self.store(x, work, f)
 
     def modifiers(self, x: Operands, buffers: Buffers, group: Int32) -> Mods:
         """The plan's mods for this warpgroup, with its part of the scratch and its own barrier."""
@@ -372,7 +373,7 @@ class BwdSm90:
 
         None: so many blocks, and Q's note says which each is and what it needs.
         """
-        f = body.f
+        f, (of_q, of_kv) = body.f, self.plan.gradients
         for i in cutlass.range(end - begin, unroll=1):
             do_ring = rings.do.beside(rings.q) if const_expr(self.tight) else rings.do
             q = rings.q.take()
@@ -400,10 +401,9 @@ class BwdSm90:
                 slopes.apply(s_view)  # not on d score: so their registers are free earlier
             if const_expr(not early):
                 dp = self.products.dp(f, do.index)
-            if const_expr(self.config.wide):
+            if const_expr(self.config.wide and of_kv):
                 self.write(body, f.p, body.buffers.p, q)
-                warpgroup.wait_group(0)
-            elif const_expr(self.late):
+            if const_expr(self.config.wide or self.late or not of_kv):
                 warpgroup.wait_group(0)
             else:
                 self.products.add_dv(f, do.index)
@@ -413,22 +413,26 @@ class BwdSm90:
             if const_expr(body.mods.collector is not None):
                 modifiers.collect(blocks, slopes, dp_view)
             mma_sm90.convert(dp, f.ds_rows)
-            if const_expr(self.late):
+            if const_expr(self.late and of_kv):
                 mma_sm90.convert(s, f.p)
                 self.products.add_dv(f, do.index)
-            self.write(body, f.ds_rows, body.buffers.ds, q)
+            if const_expr(of_q or self.config.wide):
+                self.write(body, f.ds_rows, body.buffers.ds, q)
             self.meet_all(body)
-            if const_expr(self.config.wide):
+            if const_expr(self.config.wide and of_kv):
                 self.products.add_dv(f, do.index)
-            dq = self.products.dq(f, q.index)
-            self.products.add_dk(f, q.index)
-            warpgroup.wait_group(2)
+            if const_expr(of_q):
+                dq = self.products.dq(f, q.index)
+            if const_expr(of_kv):
+                self.products.add_dk(f, q.index)
+            warpgroup.wait_group(of_q + of_kv)
             do.release()
-            warpgroup.wait_group(1)
+            if const_expr(of_q):
+                warpgroup.wait_group(int(of_kv))
             if const_expr(self.bulk):
                 with rings.dq.fill():
                     self.hand_on(body, dq)
-            else:
+            elif const_expr(of_q):
                 self.add_dq(body, dq, block)
             warpgroup.wait_group(0)
             q.release()

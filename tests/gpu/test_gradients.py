@@ -10,6 +10,8 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import fa_cute
+from fa_cute.host import compile as compiling
+from fa_cute.plan import BACKWARD
 from variants.softcap import softcap
 
 from .backward_judging import poison
@@ -187,21 +189,31 @@ def test_deterministic_repeats() -> None:
         assert all(torch.equal(a, b) for a, b in zip(first, once(), strict=True))
 
 
-def test_only_what_is_required() -> None:
-    """q alone, k alone, a captured tensor alone."""
-    *qkv, dout = tensors(SQUARE, torch.bfloat16)
-    leaves = [x.detach().requires_grad_() for x in qkv]
-    all_three = torch.autograd.grad(fa_cute.attention(*leaves), leaves, dout)
-    for at, right in enumerate(all_three):
-        leaves = [x.detach().requires_grad_(i == at) for i, x in enumerate(qkv)]
-        out = fa_cute.attention(*leaves)
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_only_what_is_required(dim: int, deterministic: bool) -> None:
+    """Of q, k, v and slopes each alone: the same bits where sums have an order."""
+    *qkv, dout = tensors(Shape(2, 200, 300, 4, 2, dim), torch.bfloat16)
+    slopes = torch.rand(4, device=DEVICE) / 8
+
+    def found(required: tuple[int, ...]) -> list[torch.Tensor | None]:
+        leaves = [x.detach().requires_grad_(i in required) for i, x in enumerate((*qkv, slopes))]
+        loss = _loss(leaves[:3], leaves[3], dout, deterministic)
         poison()
-        out.backward(dout)
-        assert [x.grad is not None for x in leaves] == [i == at for i in range(3)]
-        close(leaves[at].grad, right)
-    slopes = torch.zeros(4, device=DEVICE, requires_grad=True)
-    _loss([x.detach() for x in qkv], slopes, dout).backward()
-    assert slopes.grad.isfinite().all() and slopes.grad.abs().sum() > 0
+        loss.backward()
+        return [x.grad for x in leaves]
+
+    together = found((0, 1, 2, 3))
+    for required in ((0,), (1,), (2,), (3,), (1, 2), (0, 3)):
+        alone = found(required)
+        assert [x is not None for x in alone] == [i in required for i in range(4)]
+        for i in required:
+            if deterministic or i in (1, 2):
+                assert torch.equal(alone[i], together[i])
+            close(alone[i], together[i])
+    plans = [p for p in compiling.plans_in_memory() if p.direction == BACKWARD]
+    computed = {p.gradients for p in plans if p.head_dim == dim}
+    assert {(True, False), (False, True), (False, False)} <= computed
 
 
 def test_lse_s_gradient_with_one_key() -> None:
