@@ -416,7 +416,7 @@ class BwdSm90:
             if const_expr(self.late and of_kv):
                 mma_sm90.convert(s, f.p)
                 self.products.add_dv(f, do.index)
-            if const_expr(of_q or self.config.wide):
+            if const_expr(of_q or (self.config.wide and of_kv)):
                 self.write(body, f.ds_rows, body.buffers.ds, q)
             self.meet_all(body)
             if const_expr(self.config.wide and of_kv):
