@@ -28,6 +28,7 @@ from fa_cute.spans import Bounds, KvSpans, kv_spans
 # a core's cache, while a tile is still large enough to hide torch's call overhead.
 TILE_N = 256
 SCORES_A_TILE = 1 << 20
+CPU = torch.device("cpu")  # named at each tensor: torch.set_default_device may say another
 
 
 @torch.autocast("cpu", enabled=False)  # the products of a tile stay in fp32
@@ -98,14 +99,14 @@ def _proved(
     """
     if extents.empty or extents.seqlen_k <= TILE_N or (score_mod is None and mask_mod is None):
         return None
-    rows = torch.arange(0, extents.seqlen_q, tile_m) // tile_m
-    blocks = torch.arange(0, extents.seqlen_k, TILE_N) // TILE_N
-    kinds = torch.full((1, 1, len(rows), len(blocks)), FULL, dtype=torch.int8)
+    rows = torch.arange(0, extents.seqlen_q, tile_m, device=CPU) // tile_m
+    blocks = torch.arange(0, extents.seqlen_k, TILE_N, device=CPU) // TILE_N
+    kinds = torch.full((1, 1, len(rows), len(blocks)), FULL, dtype=torch.int8, device=CPU)
     for mod in (score_mod, mask_mod):
         if mod is not None:
-            analysis = Analysis.of(mod, extents, "cpu")
-            b = torch.arange(extents.batch if "b" in analysis.reads else 1)
-            h = torch.arange(extents.heads if "h" in analysis.reads else 1)
+            analysis = Analysis.of(mod, extents, CPU)
+            b = torch.arange(extents.batch if "b" in analysis.reads else 1, device=CPU)
+            h = torch.arange(extents.heads if "h" in analysis.reads else 1, device=CPU)
             place = (b.view(-1, 1, 1, 1), h.view(-1, 1, 1), rows.view(-1, 1), blocks)
             tiles = region(extents, (tile_m, TILE_N), place)
             if mod is mask_mod:
@@ -194,11 +195,12 @@ class _Walk:
         """The index leaves of a block of scores, each broadcastable to ``(B, Hq, m, n)``."""
         kv_begin, size = block * TILE_N, self.k_blocks[block].shape[3]
         batch, heads = self.q.shape[:2]
+        integers = {"dtype": torch.int32, "device": CPU}
         return {
-            "b": torch.arange(batch, dtype=torch.int32).view(-1, 1, 1, 1),
-            "h": torch.arange(heads, dtype=torch.int32).view(1, -1, 1, 1),
-            "q": torch.arange(q_begin, q_end, dtype=torch.int32).view(1, 1, -1, 1),
-            "kv": torch.arange(kv_begin, kv_begin + size, dtype=torch.int32).view(1, 1, 1, -1),
+            "b": torch.arange(batch, **integers).view(-1, 1, 1, 1),
+            "h": torch.arange(heads, **integers).view(1, -1, 1, 1),
+            "q": torch.arange(q_begin, q_end, **integers).view(1, 1, -1, 1),
+            "kv": torch.arange(kv_begin, kv_begin + size, **integers).view(1, 1, 1, -1),
         }
 
     def _scores(

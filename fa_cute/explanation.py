@@ -218,10 +218,10 @@ def _work_lines(
     rows, columns = tile
     bounds, blocks = problem.bounds, -(-problem.seqlen_k // columns)
     spans = [kv_spans(bounds, q, q + rows, columns) for q in range(0, problem.seqlen_q, rows)]
-    begin, end = (torch.tensor([getattr(s, side) for s in spans]) for side in ("begin", "end"))
+    begin, end = torch.tensor([[s.begin, s.end] for s in spans], device="cpu").unbind(1)
     share = bounded = (end - begin).double().mean().item() / blocks
     if kinds is not None and (plan is None or plan.visits != "bounds"):
-        at = torch.arange(blocks)
+        at = torch.arange(blocks, device="cpu")
         visited = (at >= begin[:, None]) & (at < end[:, None]) & (kinds.cpu() != EMPTY)
         share = visited.double().mean().item()
     tiles = problem.batch * problem.heads_q * len(spans) * blocks

@@ -31,12 +31,13 @@ def write_png(kinds: Tensor, path: str | Path) -> None:
     """Write the map of one head ``(query tiles, key tiles)``; OSError where that fails."""
     cells = merged(kinds, PNG_PIXELS)
     size = max(1, PNG_PIXELS // max(cells.shape))
-    colours = torch.tensor([_COLOURS[kind] for kind in sorted(_COLOURS)], dtype=torch.uint8)
+    bytes_ = {"dtype": torch.uint8, "device": "cpu"}
+    colours = torch.tensor([_COLOURS[kind] for kind in sorted(_COLOURS)], **bytes_)
     pixels = colours[cells.long()].repeat_interleave(size, 0).repeat_interleave(size, 1)
     if size >= 6:
         pixels[::size] = pixels[:, ::size] = 255
     height, width = pixels.shape[:2]
-    rows = torch.cat([torch.zeros(height, 1, dtype=torch.uint8), pixels.flatten(1)], dim=1)
+    rows = torch.cat([torch.zeros(height, 1, **bytes_), pixels.flatten(1)], dim=1)
     header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
     data = zlib.compress(bytes(rows.flatten().tolist()), 9)
     parts = ((b"IHDR", header), (b"IDAT", data), (b"IEND", b""))
@@ -51,7 +52,8 @@ def merged(kinds: Tensor, most: int) -> Tensor:
         return kinds
     rows, columns = (-(-size // by) * by for size in kinds.shape)
     # What is repeated at the border is already there, so it changes no cell's kind.
-    at = [torch.arange(n).clamp(max=size - 1) for n, size in zip((rows, columns), kinds.shape)]
+    wanted = zip((rows, columns), kinds.shape)
+    at = [torch.arange(n, device="cpu").clamp(max=size - 1) for n, size in wanted]
     cells = kinds[at[0][:, None], at[1]].unflatten(1, (-1, by)).unflatten(0, (-1, by))
     least, most_seen = cells.amin((1, 3)), cells.amax((1, 3))
     return torch.where(least == most_seen, least, PARTIAL)

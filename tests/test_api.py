@@ -118,6 +118,36 @@ def test_explain() -> None:
     assert "nothing to compute" in fa_cute.explain(q, k[:, :0], k[:, :0], target="sm_90a")
 
 
+def test_the_default_device_and_dtype_are_the_users(tmp_path: Path) -> None:
+    """What a call makes for itself is where and what it must be, whatever new tensors are."""
+    q, k = torch.randn(1, 300, 2, 8), torch.randn(1, 310, 2, 8)
+    slopes, ids = torch.rand(2), torch.arange(310) // 40
+
+    def score_mod(score, b, h, q, kv):
+        return torch.tanh(score) - slopes[h] * (q - kv).abs() * fa_cute.mods.sqrt(0.5)
+
+    def mask_mod(b, h, q, kv):
+        return (ids[q] == ids[kv]) | (kv < 130)
+
+    def results() -> tuple[torch.Tensor, ...]:
+        mods = {"score_mod": score_mod, "mask_mod": mask_mod}
+        out = fa_cute.attention(q, k, k, **mods, causal=True)
+        blocks = fa_cute.plan_mask(mask_mod, None, None, 300, 310)
+        assert blocks.counts().full and fa_cute.check(score_mod).ok
+        text = fa_cute.explain(q, k, k, **mods, plot=tmp_path / "map.png")
+        assert "told by interval arithmetic" in text
+        return out, blocks.kinds(), fa_cute.reference.attention(q, k, k, **mods)
+
+    right = results()
+    with torch.device("meta"):
+        assert all(map(torch.equal, results(), right))
+    torch.set_default_dtype(torch.float16)
+    try:
+        assert all(map(torch.equal, results(), right))
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
 def test_torch_compile_leaves_a_call_alone() -> None:
     """It compiles what is before a call and after it; results and gradients are the same."""
     from torch._dynamo.testing import CompileCounter

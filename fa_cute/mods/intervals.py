@@ -242,9 +242,9 @@ def _may_wrap(graph: Graph, scalars: tuple, extents: Extents) -> list[bool]:
     """Whether an int32 node may leave its range anywhere: its bounds over everything are all."""
     nothing = tuple(torch.empty(0, device="meta") for _ in graph.captured)
     blind = Analysis(graph, nothing, scalars, (ANY,) * len(graph.nodes), torch.device("cpu"))
-    zero = torch.zeros((), dtype=torch.int64)
+    zero = torch.zeros((), dtype=torch.int64, device="cpu")
     everywhere = {
-        name: Interval(zero, torch.tensor(max(0, size - 1)))
+        name: Interval(zero, torch.tensor(max(0, size - 1), device="cpu"))
         for name, size in zip(("b", "h", "q", "kv"), extents, strict=True)
     }
     bounds = blind._values(everywhere)

@@ -23,7 +23,7 @@ def _entry(name: str, function: Callable | None = None) -> Callable:
         tensors = [arg for arg in given if isinstance(arg, torch.Tensor)]
         if tensors:
             return torch_function(*(_beside(arg, tensors[0]) for arg in args), **kwargs)
-        return torch_function(*(torch.as_tensor(arg) for arg in args), **kwargs).item()
+        return torch_function(*(_tensor(arg, "cpu") for arg in args), **kwargs).item()
 
     apply.__name__ = apply.__qualname__ = name
     apply.__doc__ = f"``torch.{name}`` on traced values, tensors or numbers."
@@ -33,8 +33,14 @@ def _entry(name: str, function: Callable | None = None) -> Callable:
 def _beside(value: object, tensor: torch.Tensor) -> object:
     """A number as a 0-d tensor where ``tensor`` is, as some torch functions take only tensors."""
     if isinstance(value, bool | int | float):
-        return torch.as_tensor(value, device=tensor.device)
+        return _tensor(value, tensor.device)
     return value
+
+
+def _tensor(value: object, device: torch.device | str) -> torch.Tensor:
+    """A number as a 0-d tensor; a float in fp32, whatever torch's default dtype is."""
+    dtype = torch.float32 if isinstance(value, float) else None
+    return torch.as_tensor(value, dtype=dtype, device=device)
 
 
 where = _entry("where")
@@ -65,7 +71,7 @@ def cast(x: object, dtype: torch.dtype) -> object:
     """``x`` converted to a torch dtype: a traced value, a tensor or a number."""
     if isinstance(x, Value | torch.Tensor):
         return x.to(dtype)
-    return torch.as_tensor(x).to(dtype).item()
+    return torch.as_tensor(x, device="cpu").to(dtype).item()
 
 
 def float32(x: object) -> object:

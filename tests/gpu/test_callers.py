@@ -84,6 +84,32 @@ def test_a_function_that_torch_compiles() -> None:
     assert counter.frame_count <= 12
 
 
+def test_new_tensors_are_on_the_gpu() -> None:
+    """``torch.set_default_device("cuda")``: calls, plans and the CPU path as without it."""
+    x = inputs(PLAIN["d64-bf16-causal-3"], (333, 333), heads_k=2)
+    slopes, ids = torch.rand(6), torch.arange(333) // 50
+
+    def results(device: str) -> list[torch.Tensor]:
+        leaves = [t.detach().to(device).requires_grad_() for t in (*x, slopes)]
+        number = ids.to(device)
+
+        def score_mod(score, b, h, q, kv):
+            return score - leaves[3][h] * (q - kv).abs() * fa_cute.mods.sqrt(0.5)
+
+        def mask_mod(b, h, q, kv):
+            return (number[q] == number[kv]) | (kv < 130)
+
+        mask = fa_cute.plan_mask(mask_mod, None, None, 333, 333, head_dim=64)
+        given = {"score_mod": score_mod, "deterministic": True}
+        outs = [fa_cute.attention(*leaves[:3], mask_mod=m, **given) for m in (mask, mask_mod)]
+        return [*outs, *torch.autograd.grad(sum(outs), leaves, torch.ones_like(outs[0]))]
+
+    for device in ("cuda", "cpu"):
+        right = results(device)
+        with torch.device("cuda"):
+            assert all(map(torch.equal, results(device), right)), device
+
+
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_another_device_forward_and_backward() -> None:
     """On a device that is not current, with mods, a planned mask and sinks: the same bits."""
