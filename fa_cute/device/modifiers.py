@@ -37,7 +37,7 @@ def of(
     mods = []
     given = score.deal(graphs, extra.captured, extra.scalars)
     for graph, operands in zip(graphs, given, strict=True):
-        words = score.scratch_words(graph, fragment)
+        words = score.scratch_words(graph, fragment, scratch is not None and scratch.rolling)
         own = scratch if words else None
         mods.append(
             graph
@@ -59,13 +59,16 @@ def enter(mods: Mods, head: tuple[Int32, Int32], first: Int32) -> Mods:
     return Mods(*rows, mods.collector)
 
 
-def enter_block(rows: Mods, first: Int32, tiles: score.Tiles | None = None) -> Mods:
+def enter_block(
+    rows: Mods, first: Int32, tiles: score.Tiles | None = None, *, follows: bool = False
+) -> Mods:
     """With what depends on the fragment's columns from ``first`` on computed.
 
-    ``tiles``: loads of the score_mod that are in shared memory (``device/bias.py``).
+    ``tiles``: loads of the score_mod that are in shared memory (``device/bias.py``). ``follows``:
+    see ``score.Rows.block``.
     """
-    blocks = rows.score and rows.score.block(first, tiles)
-    return Mods(blocks, rows.mask and rows.mask.block(first), rows.collector)
+    blocks = rows.score and rows.score.block(first, tiles, follows)
+    return Mods(blocks, rows.mask and rows.mask.block(first, None, follows), rows.collector)
 
 
 def collect(blocks: Mods, slopes: score.Slopes, d_score: cute.Tensor) -> None:

@@ -24,7 +24,10 @@ tile_n / 2: row 1 of a pair of columns lies on the diagonal of row 0 of the pair
 computing it is dear (a load, a logarithm) the warpgroup computes its height + width - 1 values once
 a block in shared memory: ``scratch`` then is ``scratch_words`` 32-bit words and a named barrier of
 128 threads, both the warpgroup's own. Two mods of a kernel need words of their own
-(``Scratch.past``), not barriers.
+(``Scratch.past``), not barriers. Where blocks of keys follow each other downwards, a block has only
+``width`` diagonals that the one before had not: ``rolling`` scratch keeps the others. Diagonal d is
+then word d mod ``_period``, and once more a period on, so that a block's lie in a row; the period
+holds what a slower warp still reads beside what is written, which saves a barrier.
 """
 
 from __future__ import annotations
@@ -63,10 +66,11 @@ class Scratch(NamedTuple):
 
     pointer: Any
     barrier: Any
+    rolling: bool = False
 
     def past(self, words: int) -> Scratch:
         """What is left behind the first ``words`` words."""
-        return Scratch(self.pointer + words, self.barrier)
+        return self._replace(pointer=self.pointer + words)
 
 
 def _span(fragment: Fragment) -> int:
@@ -79,12 +83,24 @@ def _width(fragment: Fragment) -> int:
     return -(-fragment.width // THREADS) * THREADS
 
 
-def scratch_words(graph: Graph | None, fragment: Fragment) -> int:
+def _period(fragment: Fragment) -> int:
+    """A power of two, not below a block's diagonals and those that are computed for the next."""
+    most = fragment.height + fragment.width - 1 + _width(fragment)
+    return 1 << (most - 1).bit_length()
+
+
+def _room(fragment: Fragment, rolling: bool) -> int:
+    """Words of a dear diagonal."""
+    return 2 * _period(fragment) if rolling else _span(fragment)
+
+
+def scratch_words(graph: Graph | None, fragment: Fragment, rolling: bool = False) -> int:
     """32-bit words of shared memory that a warpgroup needs for ``graph``; often 0."""
     if graph is None:
         return 0
     program = schedule(graph, fragment.transposed)
-    return len(program.diagonal) * _span(fragment) + len(program.column) * _width(fragment)
+    diagonals = len(program.diagonal) * _room(fragment, rolling)
+    return diagonals + len(program.column) * _width(fragment)
 
 
 class Given(NamedTuple):
@@ -130,7 +146,8 @@ class Modifier:
 
         Raises ValueError where ``scratch_words`` is not 0 and no scratch is given.
         """
-        program, words = schedule(graph, fragment.transposed), scratch_words(graph, fragment)
+        program = schedule(graph, fragment.transposed)
+        words = scratch_words(graph, fragment, scratch is not None and scratch.rolling)
         if words and scratch is None:
             raise ValueError(f"this mod needs {words} words of shared memory and a barrier")
         tensors = zip(given.captured, graph.captured, strict=True)
@@ -179,15 +196,16 @@ class Rows:
     scope: Scope
     first: Int32
 
-    def block(self, first: Int32, tiles: Tiles | None = None) -> Block:
+    def block(self, first: Int32, tiles: Tiles | None = None, follows: bool = False) -> Block:
         """Enter the block of keys (transposed: queries) ``[first, first + width)``.
 
         ``tiles``: loads that are at hand, by node: how to read some columns of the fragment.
+        ``follows``: the block entered before is the one of the keys right after these.
         What goes through shared memory is put there: see ``_fill``.
         """
-        first = Int32(first)
-        if self.tile.mod.scratch is not None:
-            self._fill(first)
+        first, scratch = Int32(first), self.tile.mod.scratch
+        if scratch is not None:
+            self._fill(first, follows and scratch.rolling)
         scope = self.columns(first, range(self.tile.mod.fragment.columns))
         return Block(self, scope, first, tiles or {})
 
@@ -207,7 +225,7 @@ class Rows:
         return replace(
             self.scope.below(**{fragment.column_index: index}),
             columns=len(columns),
-            across=lambda at, component: self._across(diagonal, offsets, at, component),
+            across=lambda at, component: self._across(first, diagonal, at, component),
         )
 
     def collapsed(self, start: Int32, offsets: tuple[int, ...]) -> Scope:
@@ -217,20 +235,27 @@ class Rows:
         columns = len(offsets) - self.tile.mod.fragment.lead
         return replace(scope, columns=columns, collapsed=True)
 
-    def _fill(self, first: Int32) -> None:
+    def _lowest(self, first: Int32) -> Int32:
+        """The lowest diagonal of the block from ``first`` on."""
+        fragment = self.tile.mod.fragment
+        ahead = first - self.first if fragment.transposed else self.first - first
+        return ahead + fragment.lowest_diagonal
+
+    def _fill(self, first: Int32, follows: bool) -> None:
         """Compute what goes through shared memory for the block from ``first`` on.
 
-        Of the dear diagonals word p has the p-th from the lowest, of what columns load word c that
-        of column c: a thread loads one column, not its 32. This synchronises the 128 threads of the
-        warpgroup, twice.
+        Of the dear diagonals word p has the p-th from the lowest (rolling: see above), of what
+        columns load word c that of column c: a thread loads one column, not its 32. This
+        synchronises the 128 threads of the warpgroup, twice unless the block ``follows``.
         """
-        mod = self.tile.mod
-        ahead = first - self.first if mod.fragment.transposed else self.first - first
-        lowest = ahead + mod.fragment.lowest_diagonal + mod.thread
-        by_diagonal = tuple(range(0, _span(mod.fragment), THREADS))
-        by_column = tuple(range(0, _width(mod.fragment), THREADS))
+        mod, fragment = self.tile.mod, self.tile.mod.fragment
+        known = fragment.height - 1 if follows else 0
+        count = _width(fragment) if follows else _span(fragment)
+        by_diagonal = tuple(range(known, known + count, THREADS))
+        by_column = tuple(range(0, _width(fragment), THREADS))
         index = Ramp("column", first + mod.thread, by_column)
-        columns = self.scope.below(**{mod.fragment.column_index: index})
+        columns = self.scope.below(**{fragment.column_index: index})
+        lowest = self._lowest(first) + mod.thread
         parts = (
             ("diagonal", by_diagonal, self.collapsed(lowest, by_diagonal)),
             ("column", by_column, replace(columns, columns=len(by_column))),
@@ -240,22 +265,29 @@ class Rows:
             wanted = getattr(mod.schedule, level)
             values = scope.evaluate(wanted)
             found += [(at, offsets, scope.spread(values[at], level)[0]) for at in wanted]
-        self._synchronise()  # another warp may still read the block before
+        if not follows or mod.schedule.column:
+            self._synchronise()  # another warp may still read the block before
         for at, offsets, value in found:
-            target = self._words(at, mod.thread)
+            rolls = mod.scratch.rolling and at in mod.schedule.diagonal
             for offset, word in zip(offsets, emit.lanes_in(emit.to_word(value)), strict=True):
-                target[offset] = Int32(word)
+                if rolls:
+                    target = self._words(at, lowest + offset & _period(fragment) - 1)
+                    target[0] = target[_period(fragment)] = Int32(word)
+                else:
+                    self._words(at, mod.thread)[offset] = Int32(word)
         self._synchronise()
 
-    def _across(self, scope: Scope, offsets: tuple[int, ...], at: int, component: Any) -> Value:
-        """A node of the diagonals: from shared memory, or computed here."""
+    def _across(self, first: Int32, scope: Scope, at: int, component: Any) -> Value:
+        """A node of the diagonals of the block from ``first`` on: read, or computed here."""
         mod, fragment = self.tile.mod, self.tile.mod.fragment
         if at not in mod.schedule.diagonal:
             return scope.evaluate([at], component)[at]
         own = fragment.first_row(mod.thread) - fragment.first_column(mod.thread)
         own = -own if fragment.transposed else own
-        offsets = tuple(offset - fragment.lowest_diagonal for offset in offsets)
-        return self._read(at, "diagonal", own, offsets)
+        if mod.scratch.rolling:
+            own = own + (self._lowest(first) & _period(fragment) - 1)
+        offsets = (offset - fragment.lowest_diagonal for offset in scope.leaves["q"].offsets)
+        return self._read(at, "diagonal", own, tuple(offsets))
 
     def loaded(self, at: int, columns: range) -> Value:
         """What the thread's ``columns`` loaded, from shared memory."""
@@ -272,11 +304,11 @@ class Rows:
     def _words(self, at: int, first: Int32) -> cute.Tensor:
         """The words of node ``at`` from the one of ``first`` on: diagonals', then columns'."""
         mod, program = self.tile.mod, self.tile.mod.schedule
+        room, words = _room(mod.fragment, mod.scratch.rolling), _width(mod.fragment)
         if at in program.diagonal:
-            words, slot = _span(mod.fragment), program.diagonal.index(at) * _span(mod.fragment)
+            words, slot = room, program.diagonal.index(at) * room
         else:
-            words, slot = _width(mod.fragment), program.column.index(at) * _width(mod.fragment)
-            slot += len(program.diagonal) * _span(mod.fragment)
+            slot = len(program.diagonal) * room + program.column.index(at) * words
         pointer = cute.recast_ptr(mod.scratch.pointer, dtype=Int32) + (slot + first)
         return cute.make_tensor(pointer, cute.make_layout(words))
 

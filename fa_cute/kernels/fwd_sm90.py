@@ -162,7 +162,9 @@ class FwdSm90:
         graphs = (plan.score_mod, plan.mask_mod)
         self.fragment = mma_sm90.fragment(plan.config.tile_n)
         self.walk = Walk(plan, self.fragment)
-        self.scratch_words = [score.scratch_words(graph, self.fragment) for graph in graphs]
+        # A bias' boxes leave no room; blocks that notes name need not follow each other.
+        self.rolling = plan.bias is None and not self.walk.noted
+        self.scratch_words = [score.scratch_words(g, self.fragment, self.rolling) for g in graphs]
         # No call has queries without keys: only bounds and lists leave a tile none.
         self.sees_some = not (plan.causal or any(plan.window) or self.walk.noted)
 
@@ -364,7 +366,7 @@ class FwdSm90:
         graphs, words, scratch = (self.plan.score_mod, self.plan.mask_mod), self.scratch_words, None
         if sum(words):
             own = buffers.scratch + group * sum(words)
-            scratch = score.Scratch(own, self.own_barrier(group))
+            scratch = score.Scratch(own, self.own_barrier(group), self.rolling)
         return modifiers.of(graphs, x.extra or Extra(), x.scale, self.fragment, scratch)
 
     def sink(self, x: Operands, place: Place) -> Float32 | None:
@@ -460,7 +462,7 @@ class FwdSm90:
         edge, masked = needs
         block, whole = (block, None) if const_expr(block is not None) else self.noted(body, k)
         mods, bias = body.mods if masked else body.mods._replace(mask=None), self.take_bias(rings)
-        blocks = self.enter_block(body, mods, block, bias)
+        blocks = self.enter_block(body, mods, block, bias, follows=True)
         self.free(body, bias, True)
         warpgroup.wait_group(1)
         k.release()
@@ -513,13 +515,13 @@ class FwdSm90:
         if bias is not None and body.bias.early == early:
             bias.release()
 
-    def enter_block(self, body: Sweep, mods: Mods, block: Int32, bias: Any) -> Mods:
+    def enter_block(self, body: Sweep, mods: Mods, block: Int32, bias: Any, *, follows=False):
         """The mods with what depends on a KV block's columns computed, while S is multiplied.
 
         ``bias``: the slot that holds the bias' box, or None.
         """
         tiles = None if bias is None else body.bias.values(bias.index)
-        return modifiers.enter_block(mods, block * self.config.tile_n, tiles)
+        return modifiers.enter_block(mods, block * self.config.tile_n, tiles, follows=follows)
 
     def modify(self, body: Sweep, blocks: Mods, s: cute.Tensor, block: Int32, edge: bool) -> None:
         """score_mod, then the bounds where the block is an edge, then mask_mod, on S in place."""
