@@ -1,8 +1,8 @@
 """Pictures of result files: ``python -m bench.plots bench/results/*.json --into docs/figures``.
 
-Bars a case for ``attention`` files, and a curve by length a mask and head dim; memory and error by
-length for ``figures`` files; seconds for ``compile-time`` files; losses for ``training`` files.
-Needs matplotlib (the ``bench`` extra).
+Bars a case for ``attention`` files, and curves by length and by head dim of the cases that differ
+in that alone; memory and error by length for ``figures`` files; seconds for ``compile-time`` files;
+losses for ``training`` files. Needs matplotlib (the ``bench`` extra).
 """
 
 from __future__ import annotations
@@ -16,8 +16,18 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
+# What a curve is over: its label, where a case's name has it, what makes cases of one curve alike.
+AXES = {
+    "lengths": ("sequence length", r" s(\d+) ", (r" s\d+ b\d+ ", " ")),
+    "head-dims": (
+        "head dim, heads * head dim constant",
+        r"^d(\d+) s",
+        (r"^d\d+ (s\d+) b\d+ h\d+ ", r"\1 "),
+    ),
+}
 COLOURS = {
     "ours": "#c0392b",
+    "plain": "#e6a49c",
     "fa3": "#2c6fbb",
     "fa4": "#6aa84f",
     "cudnn": "#8e7cc3",
@@ -49,17 +59,18 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _attention(result: dict[str, Any]) -> list[tuple[str, Any]]:
-    """Bars of every case; curves of the cases that differ in length only."""
+    """Bars of every case; curves of the cases that differ in length, or in head dim, only."""
     rows = [row for row in result["rows"] if row.get("tflops")]
     pictures = [("bars", _bars(result, rows))]
-    curves = defaultdict(list)
-    for row in rows:
-        length = int(re.search(r" s(\d+) ", row["case"])[1])
-        family = re.sub(r" s\d+ b\d+ ", " ", row["case"])
-        curves[family].append((length, row))
-    curves = {name: found for name, found in curves.items() if len({n for n, _ in found}) > 2}
-    if curves:
-        pictures.append(("lengths", _curves(result, curves)))
+    for name, (label, place, alike) in AXES.items():
+        curves = defaultdict(list)
+        for row in rows:
+            found = re.search(place, row["case"])
+            if found:
+                curves[re.sub(*alike, row["case"])].append((int(found[1]), row))
+        curves = {key: row for key, row in curves.items() if len({n for n, _ in row}) > 2}
+        if curves:
+            pictures.append((name, _curves(result, curves, label)))
     return pictures
 
 
@@ -78,7 +89,7 @@ def _bars(result: dict[str, Any], rows: list[dict[str, Any]]) -> Any:
     return _finished(figure, axes, result, "TFLOP/s")
 
 
-def _curves(result: dict[str, Any], curves: dict[str, list]) -> Any:
+def _curves(result: dict[str, Any], curves: dict[str, list], label: str) -> Any:
     plt = _pyplot()
     columns = min(3, len(curves))
     lines = -(-len(curves) // columns)
@@ -91,7 +102,7 @@ def _curves(result: dict[str, Any], curves: dict[str, list]) -> Any:
                 axes.plot(*zip(*points, strict=True), "o-", label=peer, color=colour)
         axes.set_xscale("log", base=2)
         axes.set_title(name, fontsize=9)
-        axes.set_xlabel("sequence length")
+        axes.set_xlabel(label)
         _finished(figure, axes, None, "TFLOP/s")
     for axes in list(grid.flat)[len(curves) :]:
         axes.set_visible(False)
