@@ -19,6 +19,7 @@ from cutlass.cute.nvgpu import warpgroup
 from fa_cute.device import lower, scheduler, score
 from fa_cute.device.operand import Reuse, loader
 from fa_cute.device.scheduler import draw
+from fa_cute.device.scope import Scope
 from fa_cute.kernels import fwd_sm90
 from fa_cute.kernels.fwd_sm90 import FwdSm90
 
@@ -121,6 +122,16 @@ class _DrawnFirst(FwdSm90):
                     load_v(visits.at(visits.count - 1).block, last)
 
 
+class _NotRolling(FwdSm90):
+    """Every block computes all of its dear diagonals."""
+
+    def __init__(self, plan):
+        super().__init__(plan)
+        graphs = (plan.score_mod, plan.mask_mod)
+        self.rolling = False
+        self.scratch_words = [score.scratch_words(graph, self.fragment) for graph in graphs]
+
+
 def _nothing_hoisted(*graph: Any) -> Any:
     """``lower.schedule`` with no node computed before the element that needs it."""
     return replace(lower.schedule(*graph), tile=(), row=(), column=(), diagonal=())
@@ -150,6 +161,8 @@ CHANGES: dict[str, Change] = {
     **{f"sections-{size}": _sections(size) for size in (16, 64, 1024)},
     "one-hint": Change("no L2 policies apart", fwd_sm90, "Reuse", _OneHint),
     "not-hoisted": Change("mods: all at the element", score, "schedule", _nothing_hoisted),
+    "not-rolling": Change("mods: all diagonals of each block", *_kernel(_NotRolling)),
+    "no-lines": Change("mods: lines in two steps", Scope, "_line", lambda self, at, operands: None),
     "not-folded": Change(
         "mods: constant factors not folded", lower._Rewriter, "gain_of", lambda self, at: (at, 1.0)
     ),

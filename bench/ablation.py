@@ -21,17 +21,18 @@ from bench.timing import Effort, Stopwatch
 
 FULL, CUT, MODDED = "128x176x2x1:24/240:n", "128x128x2x2:24/240:n", "128x128x2x2:24/240:t"
 D64, D256 = "192x128x2x2:32/160:t", "128x80x2x1:24/240:t"
+SCORED, ONE_Q = "192x80x2x2:32/160:t", "128x128x2x1:24/240:n"
 LINES = f"""
 d128 full plain 8192: {FULL} {FULL}@sought {FULL[:-1]}t {MODDED} {FULL}@no-overlap {FULL}@one-hint
 d128 full plain 1024: {FULL} {MODDED} {MODDED}@sought
 d128 causal plain 8192: {CUT} {CUT}@sought {MODDED} {CUT}@no-overlap {CUT}@masked
 d128 causal plain 8192: {CUT} {CUT}@row-order {CUT}@one-hint {CUT}@sections-16 {CUT}@draw-first
-d128 causal plain 1024: {CUT} {CUT}@sought {CUT}@row-order {CUT}@masked
+d128 causal plain 1024: {CUT} {CUT}@sought {CUT}@row-order {CUT}@masked {ONE_Q}
 d64 full plain 8192: {D64} {D64}@sought {D64[:-1]}n 128x128x2x2:24/240:t {D64}@no-overlap
 d256 causal plain 8192: {D256} {D256}@sought {D256[:-1]}n {D256}@row-order {D256}@sections-16
-d128 full alibi 8192: {MODDED} {MODDED}@sought {CUT} {MODDED}@not-hoisted
-d128 full softcap 8192: {CUT} {CUT}@sought {MODDED} {CUT}@not-folded
-d128 full t5 8192: {MODDED} {MODDED}@sought {MODDED}@not-hoisted
+d128 full alibi 8192: {SCORED} {SCORED[:-1]}n {MODDED} {SCORED}@not-hoisted {SCORED}@no-lines
+d128 full softcap 8192: {SCORED} {SCORED[:-1]}n {MODDED} {CUT} {SCORED}@not-folded
+d128 full t5 8192: {SCORED} {MODDED} {MODDED}@not-rolling {SCORED}@not-hoisted
 """
 
 
