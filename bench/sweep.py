@@ -29,7 +29,7 @@ from fa_cute.host import compile as compiling
 from fa_cute.host.compile import compiled
 from fa_cute.host.configs import fwd_sm90
 from fa_cute.host.launch import Kernel
-from fa_cute.host.planning import NO_MODS, Mods
+from fa_cute.host.planning import NO_MODS, Mods, is_light
 from fa_cute.host.problem import FEW_KEYS
 from fa_cute.host.target import sm_count
 from fa_cute.host.workspace import counter
@@ -205,9 +205,10 @@ def _beside(case: Case) -> list[str]:
 def _default(case: Case) -> FwdConfig:
     """The row that a call takes."""
     cut, modified = case.mask != "full", case.variant != "plain"
-    few = case.seqlen <= FEW_KEYS
-    dims = case.head_dim, case.dim_v
-    return fwd_sm90(*dims, cut=cut, modified=modified, scored=modified, few_keys=few)
+    score_mod = plan(case, FwdConfig(128, 128, 2, 2, 24, 240), "meta")[0].score_mod
+    light = score_mod is not None and is_light(score_mod)
+    few, dims = case.seqlen <= FEW_KEYS, (case.head_dim, case.dim_v)
+    return fwd_sm90(*dims, cut=cut, modified=modified, light=light, few_keys=few)
 
 
 def _cells(line: dict[str, Any]) -> list[str]:

@@ -31,7 +31,7 @@ def calls(row: Row) -> list[tuple[str, bool, bool]]:
             modified=modified,
             dtype=dtype,
             few_keys=row.config.few_keys,
-            scored=row.scored,
+            light=row.light,
         )
         is row.config
     ]
@@ -95,14 +95,14 @@ def test_every_row_is_used() -> None:
 def test_no_row_spills_or_serialises(at: int) -> None:
     """Each row's kernel for the most work: fp16, bounds on both sides, a softcap, sinks, lse.
 
-    Where there is a row for score_mods alone, the others have a mask_mod too.
+    Where there is a row for light score_mods, the others have a mask_mod too.
     """
     row = FWD_SM90[at]
     dtype, cut, modified = calls(row)[-1]
     shared = (
         modified
-        and not row.scored
-        and any(other.scored and other.head_dims == row.head_dims for other in FWD_SM90)
+        and not row.light
+        and any(other.light and other.head_dims == row.head_dims for other in FWD_SM90)
     )
     kernel = fa_cute.compile(
         head_dim=row.head_dims[0],

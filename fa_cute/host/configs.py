@@ -32,8 +32,8 @@ class Row(NamedTuple):
 
     ``cut``: causal or a window cuts tiles. ``modified``: a score_mod or a mask_mod is present.
     ``dtype``: "bfloat16" or "float16", whose conversions take more registers; None for either.
-    ``scored``: only for calls whose one mod is a score_mod that hides nothing, so that no lists of
-    blocks are made for their tile.
+    ``light``: only for calls whose one mod is a score_mod that hides nothing (so that no lists of
+    blocks are made for their tile) and takes few registers, as ``planning.is_light`` says.
     """
 
     head_dims: tuple[int, int]
@@ -42,7 +42,7 @@ class Row(NamedTuple):
     config: FwdConfig | FwdSm100Config
     why: str
     dtype: str | None = None
-    scored: bool = False
+    light: bool = False
 
 
 FWD_SM90: tuple[Row, ...] = (
@@ -65,15 +65,15 @@ FWD_SM90: tuple[Row, ...] = (
         None,
         True,
         FwdConfig(192, 80, 2, 2, 32, 160),
-        "S8k full: ALiBi 691 TFLOP/s, 128 x 128 663; softcap 603 and 550, FA3 558",
-        scored=True,
+        "S8k full, causal: softcap 616, 602 TFLOP/s, 128 x 128 559, 563; ALiBi 692, 702; 702, 675",
+        light=True,
     ),
     Row(
         (128, 128),
         None,
         True,
         FwdConfig(128, 128, 2, 2, 24, 240),
-        "ALiBi S8k: 678 TFLOP/s, without turns 579; T5 612, 128 x 144 624; softcap 547 and 568",
+        "S8k full, causal: T5 690, 657 TFLOP/s, without turns 563, 532; 192 x 80 576, 599",
     ),
     Row(
         (128, 128),
@@ -81,6 +81,14 @@ FWD_SM90: tuple[Row, ...] = (
         None,
         FwdConfig(128, 128, 2, 2, 24, 240, ping_pong=False),
         "S8k causal: 717 TFLOP/s, with turns 712, FA3 685; S1k 529 with and without, FA3 499",
+    ),
+    Row(
+        (64, 64),
+        None,
+        True,
+        FwdConfig(192, 128, 2, 2, 32, 160),
+        "S8k full: ALiBi 541 TFLOP/s, 192 x 96 524; softcap 387 and 375, FA3 373",
+        light=True,
     ),
     Row(
         (64, 64),
@@ -102,6 +110,14 @@ FWD_SM90: tuple[Row, ...] = (
         None,
         FwdConfig(192, 128, 2, 2, 32, 160),
         "S8k full: 620 TFLOP/s, without turns 580, FA3 548; causal 588 and 576, FA3 522",
+    ),
+    Row(
+        (96, 96),
+        None,
+        True,
+        FwdConfig(192, 96, 2, 2, 32, 160),
+        "S8k full: ALiBi 625 TFLOP/s, 192 x 80 593; softcap 496 and 497, FA3 482",
+        light=True,
     ),
     Row(
         (96, 96),
@@ -143,7 +159,7 @@ FWD_SM90: tuple[Row, ...] = (
         None,
         True,
         FwdConfig(128, 64, 2, 1, 24, 240),
-        "not measured; 128 x 80 leaves no room for the diagonals of two mods",
+        "S8k full: ALiBi 747 TFLOP/s, 128 x 80 735, without room for the diagonals of two mods",
     ),
     Row(
         (256, 256),
@@ -285,13 +301,13 @@ def fwd_sm90(
     modified: bool,
     dtype: str = "bfloat16",
     few_keys: bool = False,
-    scored: bool = False,
+    light: bool = False,
 ) -> FwdConfig:
     """The configuration of a forward on sm_90; ValueError says which head dims have one.
 
-    ``few_keys``: the call is in that class of lengths (see above). ``scored``: as in ``Row``.
+    ``few_keys``: the call is in that class of lengths (see above). ``light``: as in ``Row``.
     """
-    table = [row for row in FWD_SM90 if row.config.few_keys <= few_keys and row.scored <= scored]
+    table = [row for row in FWD_SM90 if row.config.few_keys <= few_keys and row.light <= light]
     return _first(table, (head_dim, head_dim_v), cut, modified, dtype)
 
 
