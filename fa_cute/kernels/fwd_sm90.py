@@ -157,13 +157,11 @@ class FwdSm90:
         self.plan, self.config = plan, plan.config
         self.topology = topology(plan)
         self.turns = Turns(TURNS, plan.config.consumers if plan.config.ping_pong else 1)
-        self.dtype = DTYPES[plan.dtype]
-        self.bias = bias_of(plan)
+        self.dtype, self.bias = DTYPES[plan.dtype], bias_of(plan)
         graphs = (plan.score_mod, plan.mask_mod)
         self.fragment = mma_sm90.fragment(plan.config.tile_n)
         self.walk = Walk(plan, self.fragment)
-        # A bias' boxes leave no room; blocks that notes name need not follow each other.
-        self.rolling = plan.bias is None and not self.walk.noted
+        self.rolling = plan.bias is None and not self.walk.noted  # boxes take the room, notes leap
         self.scratch_words = [score.scratch_words(g, self.fragment, self.rolling) for g in graphs]
         # No call has queries without keys: only bounds and lists leave a tile none.
         self.sees_some = not (plan.causal or any(plan.window) or self.walk.noted)
