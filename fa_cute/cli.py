@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from fa_cute import __version__
 from fa_cute.host import cache
 from fa_cute.host.repeats import form
 
@@ -44,6 +45,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="fa-cute", description="FlashAttention as a just-in-time framework."
     )
+    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = parser.add_subparsers(required=True, metavar="command")
     demo = commands.add_parser("demo", help="three variants, checked, compiled, and timed on a GPU")
     demo.set_defaults(run=_demo)

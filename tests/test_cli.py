@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -113,6 +114,12 @@ def test_a_switched_off_cache_says_so(
     monkeypatch.setenv("FA_CUTE_CACHE", "0")
     assert main(["cache"]) == 1
     assert "switched off" in capsys.readouterr().err
+
+
+def test_the_version(capsys: pytest.CaptureFixture) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main(["--version"])
+    assert re.fullmatch(r"fa-cute \d+\.\d+\.\d+\n", capsys.readouterr().out)
 
 
 def test_the_module_runs() -> None:
