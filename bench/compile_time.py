@@ -6,9 +6,10 @@
 No GPU is needed. One process at a time; wall and CPU seconds, peak memory (resident, of the largest
 process); a row a repeat in the JSON, medians in the table. Repeats go round all sides, and each row
 is written as it comes: an interrupted run has what it measured, and prints it. What each way
-includes is ``INCLUDED``, which the table and the plot repeat. A backward is three kernels, one by
-one; two of them are the same for all masks and mods, and count in its first row only. ``first``
-less ``after`` is the same whatever the kernel, so it is measured for one case.
+includes is ``INCLUDED``, which the table and the plot repeat. A backward is three kernels; the two
+``passes`` around the main one are the same for all masks and mods, so they are a row of their own,
+of one case. ``first`` less ``after`` is the same whatever the kernel: of one case, too. Our Python
+is in bytecode, as pip leaves it.
 
 C++ is ``hopper_fmha.cu`` beside this file, on the headers of the PyPI package ``nvidia-cutlass``
 4.2.0.0 (``--cutlass``: its ``cutlass_library/source``, found by itself where it is installed), and
@@ -20,7 +21,9 @@ What is missing (nvcc, the package, the checkout) is named, and the rest is meas
 from __future__ import annotations
 
 import argparse
+import atexit
 import contextlib
+import functools
 import importlib.metadata
 import importlib.util
 import json
@@ -33,14 +36,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from bench.device import commit
 from bench.results import Report, table
 
-CASES = ("plain", "causal", "alibi", "window", "softcap")
+CASES = ("plain", "causal", "alibi", "window", "softcap", "causal softcap")
 TARGETS = ("sm_90a", "sm_100a")
 FUSIONS = {
     "plain": "Plain",
@@ -79,9 +82,12 @@ class Usage(NamedTuple):
     peak_gib: float
 
 
-def run(command: list[str], folder: Path | None = None) -> tuple[str, Usage]:
-    """Standard output and usage of a command; RuntimeError with its last lines if it fails."""
-    environment = os.environ | ({"FA_CUTE_CACHE_DIR": str(folder)} if folder else {})
+def run(command: list[str], more: Mapping[str, str] | None = None) -> tuple[str, Usage]:
+    """Standard output and usage of a command; RuntimeError with its last lines if it fails.
+
+    ``more``: of its environment.
+    """
+    environment = os.environ | dict(more or {})
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as errors:
         started = time.perf_counter()
         child = subprocess.Popen(command, stdout=out, stderr=errors, env=environment)
@@ -107,11 +113,12 @@ def _plans(case: str, target: str) -> dict[str, list[Any]]:
     from fa_cute.host.compile import has_kernel
     from fa_cute.mods.derivative import differentiate
 
-    options: dict[str, Any] = {"causal": case in ("causal", "window")}
+    options: dict[str, Any] = {"causal": "causal" in case or case == "window"}
     if case == "window":
         options["window"] = (True, False)
-    if case in ("alibi", "softcap"):
-        options["score_mod"] = find_mod(case)
+    mod = case.removeprefix("causal").strip()
+    if mod in ("alibi", "softcap"):
+        options["score_mod"] = find_mod(mod)
     try:
         plan, _ = Configuration(
             head_dim=128, dtype="bfloat16", target=target, return_lse=True, **options
@@ -120,7 +127,9 @@ def _plans(case: str, target: str) -> dict[str, list[Any]]:
         backward = plans_of(plan, deterministic=False, lse_gradient=False, derivative=graph)
     except (ValueError, NotImplementedError):
         return {}
-    found = {"forward": [plan], "backward": list(backward)}
+    found = {"forward": [plan], "backward": [backward.main]}
+    if case == FIRST:
+        found["passes"] = [backward.preprocess, backward.postprocess]
     return {direction: plans for direction, plans in found.items() if all(map(has_kernel, plans))}
 
 
@@ -216,7 +225,7 @@ def _ours(cases: list[str]) -> Iterator[dict[str, Any]]:
             print(f"ours, {target}: no kernel for it yet")
             continue
         common = {"who": "ours", "target": target}
-        for direction in found.get(FIRST, ()):
+        for direction in found.get(FIRST, {}).keys() - {"passes"}:
             with tempfile.TemporaryDirectory() as folder:
                 out, usage = _child("first", target, [FIRST, direction], Path(folder))
             row = {"case": FIRST, "direction": direction, "what": "first"} | json.loads(out)
@@ -230,13 +239,25 @@ def _ours(cases: list[str]) -> Iterator[dict[str, Any]]:
 
 def _child(what: str, target: str, words: list[str], folder: Path) -> tuple[str, Usage]:
     command = [sys.executable, "-m", "bench.compile_time", "--measure", what, target, *words]
-    return run(command, folder)
+    return run(command, _bytecode() | {"FA_CUTE_CACHE_DIR": str(folder)})
+
+
+@functools.cache
+def _bytecode() -> dict[str, str]:
+    """The environment with a folder of bytecode, which two compiles not measured have filled."""
+    folder = tempfile.TemporaryDirectory(prefix="fa_cute-bytecode-")
+    atexit.register(folder.cleanup)
+    environment = {"PYTHONPYCACHEPREFIX": folder.name, "PYTHONDONTWRITEBYTECODE": ""}
+    command = [sys.executable, "-m", "bench.compile_time", "--measure", "first", TARGETS[0], FIRST]
+    for direction in ("forward", "backward"):
+        run([*command, direction], environment | {"FA_CUTE_CACHE": "0"})
+    return environment
 
 
 def _cutlass(nvcc: str, source: Path, cases: list[str]) -> Iterator[dict[str, Any]]:
     example = source / "examples" / "88_hopper_fmha"
     includes = [source / "include", source / "tools" / "util" / "include", example]
-    jobs = [(case, "forward") for case in cases]
+    jobs = [(case, "forward") for case in cases if case in FUSIONS]
     jobs += [(case, "backward") for case in cases if case in ("plain", "causal")]
     for case, direction in jobs:
         defines = [f"-DFUSION={FUSIONS[case]}", f"-DBACKWARD={int(direction == 'backward')}"]

@@ -159,6 +159,7 @@ def test_compile_times_are_medians_by_way(tmp_path: Path) -> None:
 
 def test_compile_times_are_of_the_kernels_that_exist() -> None:
     assert set(compile_time._plans("alibi", "sm_90a")) == {"forward", "backward"}
+    assert set(compile_time._plans("plain", "sm_90a")) == {"forward", "backward", "passes"}
     assert set(compile_time._plans("window", "sm_100a")) == {"forward"}
 
 
