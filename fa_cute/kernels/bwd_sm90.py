@@ -7,8 +7,8 @@ operands of dV += P^T dO and dK += dS^T Q. Only dS passes through shared memory,
     P = exp2(c S + shift)      dS = P (dP - delta) mod'(S)      shift, delta: bwd_preprocess.py
 
     load       K Q0 V dO0 Q1 dO1 Q2 ...
-    consumers  [S dP] exp, dS [dV] write | [dQ dK] dQ to shared memory ... the next block
-    with mods  [S] exp [dP dV] dS, write |         every consumer's part of dS is there
+    consumers  [S] exp [dP dV] dS, write | [dQ dK] dQ to shared memory ... the next block
+    d64        [S dP] exp, dS [dV] write |         every consumer's part of dS is there
     add dQ                                                             [reduction]
 
 Roles and rings are the tables of ``topology`` below; besides them:
@@ -28,8 +28,8 @@ and dV are sums in registers.
 Deterministic: a block of queries counts the tiles of keys that have added to it; each waits for
 those of lower keys, whose CTAs come before it in the grid and so already run: none waits for ever.
 Blocks are visited from the last to the first, so that under a causal bound tile n is at each block
-one step, not two, behind tile n - 1. The warp that adds waits, and gives the turn on when the L2
-has the block: its round trips pass beside the consumers' work.
+one step, not two, behind tile n - 1. One warp waits for turns, up to two blocks ahead, the one that
+adds gives them on when the L2 has the block: their round trips pass beside the consumers' work.
 """
 
 from __future__ import annotations
@@ -80,10 +80,12 @@ def topology(plan: Plan) -> Topology:
     q_bytes = c.tile_q * (plan.width * 2 + 4)
     do_bytes = c.tile_q * (plan.width_v * 2 + 4)
     noted = plan.visits != "bounds"
+    turn = RingSpec("turn", 2, 0, "load", "load", "the sums are this tile's to add to", empties=1)
     dq = RingSpec("dq", 1, 0, "math", "load", "until read", fills=4 * c.consumers, empties=1)
+    active = 1 + in_bulk(plan) + plan.in_turn
     return Topology(
         roles=(
-            Role("load", 1, c.producer_registers, 1 + in_bulk(plan), "TMA; adds dQ"),
+            Role("load", 1, c.producer_registers, active, "TMA; adds dQ"),
             Role("math", c.consumers, c.consumer_registers, 4, "wgmma, P, dS, dQ, stores"),
         ),
         rings=(
@@ -94,6 +96,7 @@ def topology(plan: Plan) -> Topology:
             ),
             RingSpec("do", c.stages, do_bytes, "load", "math", "and delta; freed when dV is there"),
             *((dq,) if in_bulk(plan) else ()),
+            *((turn,) if plan.in_turn else ()),
         ),
     )
 
@@ -175,8 +178,11 @@ class BwdSm90:
         self.products = Products(plan, self.dtype)
         self.walk = KeyWalk(plan, self.fragment)
         self.bulk = in_bulk(plan)
-        # dV right after dS keeps the tensor cores busier (587 to 608 TFLOP/s, d128, S8k full).
-        self.late = plan.score_mod is None and not self.config.wide
+        # dP after the exponentials is no slower than with S (d128, S8k: full 651 and 650 TFLOP/s,
+        # causal 639 and 636), but of 128 queries P, its rounded copy and dP pass the registers:
+        # then dV waits for dS.
+        self.late = self.config.own_queries > 64
+        self.early = self.late or (self.config.wide and plan.score_mod is None)
         # A mod needs registers of its own: a learned T5 table spilled 184 bytes at d128, now none.
         self.tight = plan.score_mod is not None or self.config.own_queries > 64
 
@@ -226,8 +232,13 @@ class BwdSm90:
                 self.load(x, rings, buffers, place)
             if const_expr(self.bulk):
                 if warp == 1:
-                    rings = self.topology.rings_from(storage, dq="consumer")
+                    sides = {"turn": "consumer"} if const_expr(self.plan.in_turn) else {}
+                    rings = self.topology.rings_from(storage, dq="consumer", **sides)
                     self.add(x, rings, buffers, place)
+            if const_expr(self.plan.in_turn):
+                if warp == 2:
+                    rings = self.topology.rings_from(storage, turn="producer")
+                    self.await_turns(x, rings, place)
         else:
             cute.arch.setmaxregister_increase(self.topology.role("math").registers)
             rings = self.topology.rings_from(storage, **self.sides_of_math())
@@ -308,16 +319,32 @@ class BwdSm90:
             block = self.walk.spans(x, own).end
             for j in cutlass.range(visits.count, unroll=1):
                 block = self.walk.following(visits, j, block).block
-                if const_expr(self.plan.deterministic):
-                    counter = x.io.turns[own.batch, own.head, None].iterator + block
-                    turns.wait(counter, self.walk.turn(x, own, visits, j, block))
-                    cute.arch.sync_warp()
+                if const_expr(self.plan.in_turn):
+                    turn = rings.turn.take()
                 with rings.dq.drain():
                     with cute.arch.elect_one():
                         target = sums + cutlass.Int64(block) * size
-                        bulk.add(buffers.dq, target, visible=self.plan.deterministic)
-                if const_expr(self.plan.deterministic):
-                    turns.give(counter)
+                        bulk.add(buffers.dq, target, visible=self.plan.in_turn)
+                if const_expr(self.plan.in_turn):
+                    turn.release()
+                    turns.give(self.counters(x, own) + block)
+
+    @cute.jit
+    def await_turns(self, x: Operands, rings, place: Place):
+        """Wait, for block after block, until the tiles of keys before this one have added to it."""
+        for i in cutlass.range(self.plan.gqa_ratio, unroll=1):
+            own = place._replace(head=place.head * self.plan.gqa_ratio + i)
+            visits = self.walk.visits(x, own)
+            block = self.walk.spans(x, own).end
+            for j in cutlass.range(visits.count, unroll=1):
+                block = self.walk.following(visits, j, block).block
+                with rings.turn.fill():
+                    counter = self.counters(x, own) + block
+                    turns.wait(counter, self.walk.turn(x, own, visits, j, block))
+
+    def counters(self, x: Operands, place: Place) -> cute.Pointer:
+        """How many tiles of keys have added to the blocks of the query head at ``place``."""
+        return x.io.turns[place.batch, place.head, None].iterator
 
     @cute.jit
     def math(self, x: Operands, rings, buffers: Buffers, place: Place):
@@ -383,13 +410,12 @@ class BwdSm90:
             block = visit.block
             s = self.products.s(f, q.index)
             do = do_ring.take()
-            early = self.plan.score_mod is None  # a mod needs the registers of dP meanwhile
-            if const_expr(early):
+            if const_expr(self.early):
                 dp = self.products.dp(f, do.index)
             first = block * self.config.tile_q + body.work.first_query
             always = body.mods if const_expr(edge is not None) else body.mods._replace(mask=None)
             blocks = modifiers.enter_block(always, first)
-            warpgroup.wait_group(1 if early else 0)
+            warpgroup.wait_group(1 if self.early else 0)
             s_view = mma_sm90.rows_and_columns(s)
             slopes = self.modify(body, blocks, s_view, block, edge)
             if const_expr(edge is None):
@@ -399,7 +425,7 @@ class BwdSm90:
                 mma_sm90.convert(s, f.p)
             if const_expr(slopes is not None and body.mods.collector is None):
                 slopes.apply(s_view)  # not on d score: so their registers are free earlier
-            if const_expr(not early):
+            if const_expr(not self.early):
                 dp = self.products.dp(f, do.index)
             if const_expr(self.config.wide and of_kv):
                 self.write(body, f.p, body.buffers.p, q)
