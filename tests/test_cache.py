@@ -11,6 +11,7 @@ import errno
 import multiprocessing
 import os
 import resource
+import shutil
 import signal
 import threading
 import time
@@ -99,6 +100,22 @@ def test_every_part_is_in_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_parts_are_words_that_every_machine_shares() -> None:
     for name, value in compiling.key_parts(PLAN).items():
         assert " at 0x" not in value and os.sep not in value.replace("://", ""), name
+
+
+def test_the_sources_count_and_the_folder_they_lie_in_does_not(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    here, package = compiling.key_parts(PLAN), Path(compiling.__file__).parent.parent
+    elsewhere = tmp_path / "elsewhere" / package.name
+    shutil.copytree(package, elsewhere, ignore=shutil.ignore_patterns("variants", "__pycache__"))
+    monkeypatch.setattr(compiling, "__file__", str(elsewhere / "host" / "compile.py"))
+    monkeypatch.setattr(compiling, "_fingerprint", compiling._fingerprint.__wrapped__)
+    with open(elsewhere / "api.py", "a") as source:
+        source.write("# no kernel is made from this\n")
+    assert compiling.key_parts(PLAN) == here
+    with open(elsewhere / "kernels" / "fwd_sm90.py", "a") as source:
+        source.write("# another kernel\n")
+    assert cache.differences(compiling.key_parts(PLAN), here) == ["sources"]
 
 
 def test_the_driver_the_device_and_the_interpreter_are_in_no_key() -> None:
