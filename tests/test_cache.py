@@ -387,6 +387,29 @@ def test_sizes() -> None:
         cache.parse_size("some")
 
 
+def test_dropped_between_the_check_and_the_load(
+    builds: Callable[[], int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiling.compiled(PLAN)
+    compiling.forget()
+    read = cache.Store.read
+
+    def read_and_drop(store: cache.Store, key: str) -> cache.Entry | None:
+        entry = read(store, key)
+        if entry is not None:
+            entry.path.unlink()
+        return entry
+
+    monkeypatch.setattr(cache.Store, "read", read_and_drop)
+    assert compiling.compiled(PLAN).source == "compiled" and builds() == 2
+
+
+def test_a_folder_in_the_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("FA_CUTE_CACHE_DIR", "~/kernels")
+    assert cache.folder() == tmp_path / "kernels"
+
+
 def test_a_limit_that_is_no_size_stops_no_call(
     builds: Callable[[], int], monkeypatch: pytest.MonkeyPatch
 ) -> None:

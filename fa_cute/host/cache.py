@@ -63,7 +63,7 @@ def folder() -> Path | None:
         return None
     named = os.environ.get("FA_CUTE_CACHE_DIR")
     if named:
-        return Path(named)
+        return Path(named).expanduser()
     base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
     return Path(base) / "fa_cute"
 

@@ -186,7 +186,12 @@ def _from_disk(store: cache.Store | None, plan: Plan, key: str) -> Kernel | None
     entry = next(filter(None, (place.read(key) for place in stores)), None)
     if entry is None:
         return None
-    kernel = _kernel(plan, entry.path, entry.about, "disk", started)
+    try:
+        kernel = _kernel(plan, entry.path, entry.about, "disk", started)
+    except (OSError, RuntimeError):
+        if entry.path.exists():
+            raise
+        return None  # dropped meanwhile, by a process that had no room
     cache.log(f"hit {key}, loaded in {1e3 * kernel.seconds:.1f} ms")
     return kernel
 
