@@ -21,7 +21,7 @@ from pathlib import Path
 
 import pytest
 
-from fa_cute.host import cache
+from fa_cute.host import cache, launch
 from fa_cute.host import compile as compiling
 from fa_cute.host.launch import Resources
 from fa_cute.plan import Extra, FwdConfig, Io, Launch, Plan
@@ -392,7 +392,7 @@ def test_dropped_between_the_check_and_the_load(
 ) -> None:
     compiling.compiled(PLAN)
     compiling.forget()
-    read = cache.Store.read
+    read, load = cache.Store.read, launch.load
 
     def read_and_drop(store: cache.Store, key: str) -> cache.Entry | None:
         entry = read(store, key)
@@ -400,7 +400,12 @@ def test_dropped_between_the_check_and_the_load(
             entry.path.unlink()
         return entry
 
+    def load_anew(path: Path) -> Callable:
+        path.stat()  # the loader of the system knows objects that it has loaded by their paths
+        return load(path)
+
     monkeypatch.setattr(cache.Store, "read", read_and_drop)
+    monkeypatch.setattr(launch, "load", load_anew)
     assert compiling.compiled(PLAN).source == "compiled" and builds() == 2
 
 
