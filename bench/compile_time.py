@@ -30,6 +30,7 @@ import json
 import os
 import platform
 import re
+import resource
 import shutil
 import statistics
 import subprocess
@@ -135,10 +136,15 @@ def _plans(case: str, target: str) -> dict[str, list[Any]]:
 
 def _timed(action: Callable[[], Any]) -> dict[str, float]:
     """Wall and CPU seconds of ``action``, its child processes (the linker) included."""
-    before, started = os.times(), time.perf_counter()
+    before, started = _cpu(), time.perf_counter()
     action()
-    wall, after = time.perf_counter() - started, os.times()
-    return {"wall": wall, "cpu": sum(after[:4]) - sum(before[:4])}
+    return {"wall": time.perf_counter() - started, "cpu": _cpu() - before}
+
+
+def _cpu() -> float:
+    """CPU seconds of this process and its children that have ended."""
+    used = map(resource.getrusage, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    return sum(one.ru_utime + one.ru_stime for one in used)
 
 
 def _compile_all(plans: list[Any]) -> None:
@@ -180,28 +186,32 @@ def stored(cases: list[str], target: str) -> None:
 
 
 class _Phases:
-    """Seconds within the compiler's phases, read off its own functions."""
+    """CPU seconds within the compiler's phases, read off its own functions; each without others."""
 
     def __init__(self) -> None:
         from cutlass.base_dsl.compiler import Compiler
         from cutlass.base_dsl.dsl import BaseDSL
+        from cutlass.base_dsl.tvm_ffi_builder.tvm_ffi_builder import TVMFFIFunctionBuilder
 
         from fa_cute.host import compile as compiling
 
         self._seconds: dict[str, float] = {}
         self._wrap(BaseDSL, "generate_original_ir", "trace")
         self._wrap(Compiler, "compile", "passes, libNVVM and ptxas")
+        self._wrap(TVMFFIFunctionBuilder, "attach_ffi_func", "the call's ABI")
+        self._wrap(compiling, "_object", "export")
         self._wrap(compiling, "_link", "link")
 
     def _wrap(self, owner: Any, name: str, phase: str) -> None:
         inner = getattr(owner, name)
 
         def outer(*args: Any, **kwargs: Any) -> Any:
-            started = time.perf_counter()
+            within, started = sum(self._seconds.values()), _cpu()
             try:
                 return inner(*args, **kwargs)
             finally:
-                spent = time.perf_counter() - started
+                within = sum(self._seconds.values()) - within
+                spent = _cpu() - started - within
                 self._seconds[phase] = self._seconds.get(phase, 0.0) + spent
 
         setattr(owner, name, outer)
@@ -211,7 +221,7 @@ class _Phases:
         self._seconds.clear()
 
     def read(self) -> dict[str, float]:
-        """Seconds by phase."""
+        """CPU seconds by phase."""
         return {phase: round(seconds, 3) for phase, seconds in self._seconds.items()}
 
 
