@@ -14,8 +14,8 @@ Per row, with c = scale x log2 e (log2 e alone after a score_mod), over the bloc
 * The first block of a tile and those that bounds cut seek their maximum before (``exponentiate``).
   So does every block of a kernel whose mods hide keys, so that the bits do not depend on which
   hidden blocks are left out, and of one that gives lse, of which gradients are made (last point but
-  one). A row that has seen nothing keeps m = -inf; the exponent then uses 0 in its place, locally,
-  so that exp2(-inf - 0) = 0 and the stored maximum stays -inf for the next block.
+  one). A row that has seen nothing keeps m = -inf; the exponent then uses a finite number in its
+  place, locally, so that its exp2 is 0 and the stored maximum stays -inf for the next block.
 * A row's bits depend on that row alone: in a warp that raises, rows that held keep m.
 * P of the largest score is 1 only if m is that score. Else it is rounded like every other, so where
   one key has nearly all the weight the output is off by up to 2^-9 more, relative (bf16). Through
@@ -43,6 +43,7 @@ from fa_cute.device.mma_sm90 import FRAGMENT_ROWS, PIECE, Pieces, by_row
 LOG2_E = math.log2(math.e)
 LN_2 = math.log(2.0)
 # A thread's sum of P, and so each P, and what P V adds for values up to 2^63: none overflows.
+LARGEST_SHIFT = 2.0**127
 LARGEST = {cutlass.BFloat16: 2.0**64, cutlass.Float16: 2.0**14}
 
 
@@ -96,18 +97,26 @@ def exponentiate(s: cute.Tensor, state: RowState, c: Float32, *, first: bool) ->
     for r in range(FRAGMENT_ROWS):
         top = _across_quad(tops[r], cute.arch.fmax)
         maximum = top if first else cute.arch.fmax(state.maximum[r], top)
-        finite = cutlass.select_(maximum == -Float32.inf, Float32(0.0), maximum)
-        shift = -finite * c
         if not first:
+            finite = cutlass.select_(maximum == -Float32.inf, Float32(0.0), maximum)
             # The difference first: a block that raises nothing then scales by exactly 1, so that
             # leaving out a hidden block changes no bit.
             state.scale[r] = exp2((state.maximum[r] - finite) * c)
         state.maximum[r] = maximum
-        shifts.append(shift)
+        shifts.append(shift_of(maximum, c))
     shift, factor = by_row(shifts), by_row([c, c])
     for number, value in enumerate(values):
         exponent = math_dialect.fma(value, factor, shift)
         pieces.store(number, math_dialect.exp2(exponent, fastmath=arith.FastMathFlags.fast))
+
+
+def shift_of(maximum: Float32, c: Float32) -> Float32:
+    """-c m, to be added to c S; held below infinity, so that what is hidden comes out as 0.
+
+    Hidden by -inf, or by fp32's lowest number, as mods written for other kernels do it: its product
+    with log2 e is past fp32, and so were P, and O times 0 at the next block NaN.
+    """
+    return cute.arch.fmin(-maximum * c, Float32(LARGEST_SHIFT))
 
 
 def presume(s: cute.Tensor, p: cute.Tensor, state: RowState, c: Float32) -> None:
@@ -180,7 +189,7 @@ def _raise(s: cute.Tensor, p: cute.Tensor, o: cute.Tensor, state: RowState, c: F
         state.scale[r] = exp2((state.maximum[r] - finite) * c)
         state.sum[r] = state.sum[r] * state.scale[r]
         state.maximum[r] = maximum
-        shifts.append(-finite * c)
+        shifts.append(shift_of(maximum, c))
         kept.append(held.ir_value())
     words = emit.gathered(kept * (PIECE // 4), PIECE // 2)
     _powers(s, p, state, (by_row([c, c]), by_row(shifts)), words)

@@ -5,8 +5,8 @@ that is more than log2 256 = 8 above it. Until then P grows to at most 256, whic
 the sums in fp32 hold, and O needs no rescaling. Numerator and denominator are relative to the same
 maximum, so the quotient is exact whatever it is.
 
-A row that has seen nothing keeps m = -inf; the exponent then uses 0 in its place. A thread's scores
-are one vector (columns,): an operation of the trace is one for all of them.
+A row that has seen nothing keeps m = -inf; the exponent then uses a finite number in its place. A
+thread's scores are one vector (columns,): an operation of the trace is one for all of them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from cutlass._mlir.dialects import arith, vector
 
 from fa_cute.device import emit, packed
 from fa_cute.device.packed import Pairs
-from fa_cute.device.softmax import LN_2, exp2, join
+from fa_cute.device.softmax import LN_2, exp2, join, shift_of
 
 Vector = Any  # of fp32, of the compiler's intermediate form
 THRESHOLD = 8.0  # log2 256
@@ -55,9 +55,7 @@ def raise_maximum(
         keep = fall >= -THRESHOLD
         factor = cutlass.select_(keep, factor, exp2(fall))
         row.maximum[0] = cutlass.select_(keep, stale, joint)
-    reference = row.maximum[0]
-    shift = cutlass.select_(reference == -Float32.inf, Float32(0.0), -reference * c)
-    return factor, shift
+    return factor, shift_of(row.maximum[0], c)
 
 
 class Exponent:

@@ -177,3 +177,34 @@ def test_odd(name: str) -> None:
         want = torch.zeros_like(got, dtype=torch.float64) if want is None else want
         far = (got - want).abs().max() / want.abs().max().clamp(min=0.1)
         assert far < 0.03, (input, far.item())
+
+
+LOWEST = {
+    "later keys": lambda q, kv: q < kv,
+    "earlier keys": lambda q, kv: q > kv + 20,
+    "most blocks": lambda q, kv: (kv // 64 + q // 32) % 5 != 0,
+    "some rows": lambda q, kv: (q % 7 == 3) | (kv % 3 == 1),
+}
+
+
+@pytest.mark.parametrize("return_lse", [False, True])
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("name", LOWEST)
+def test_hidden_by_the_lowest_number(name: str, dim: int, return_lse: bool) -> None:
+    """As -inf hides, whatever is visited first; its product with log2 e is no fp32 any more."""
+    hides = LOWEST[name]
+    generator = torch.Generator(DEVICE).manual_seed(4)
+    shape = (1, 700, 2, dim)
+    q, k, v = (torch.randn(shape, generator=generator, device=DEVICE).bfloat16() for _ in "qkv")
+    right, right_lse = fa_cute.reference.attention(
+        *(q, k, v), mask_mod=lambda b, h, q, kv: ~hides(q, kv), return_lse=True
+    )
+    for lowest in (torch.finfo(torch.float32).min, torch.finfo(torch.bfloat16).min, -1e9):
+        given = {"score_mod": lambda s, b, h, q, kv: torch.where(hides(q, kv), lowest, s)}  # noqa: B023
+        found = fa_cute.attention(q, k, v, return_lse=return_lse, **given)
+        out = found[0] if return_lse else found
+        seen = right_lse.isfinite().transpose(1, 2)
+        assert out.isfinite().all(), lowest
+        assert ((out - right).abs().amax(3) < 0.03)[seen].all(), lowest
+        if return_lse:
+            assert ((found[1] - right_lse).transpose(1, 2).abs() < 1e-2)[seen].all(), lowest
