@@ -136,6 +136,39 @@ def test_limits_hide_what_a_row_does_not_see(plain_select: None) -> None:
                 assert _inside(column, single.low, single.high) == seen
 
 
+def test_a_blackwell_row_hides_column_by_column() -> None:
+    """The operations that ``rows.hide`` emits, folded by the compiler: bits of words, as limits."""
+    lows, highs = (None, -(2**30), 0, 64, 95, 96, 191, 192), (-5, 64, 65, 96, 191, 192, 2**31 - 1)
+    cases, first = list(itertools.product(lows, highs)), 64
+    for (low, high), seen in zip(cases, _hidden_of(cases, first, columns=128), strict=True):
+        assert seen == [_inside(first + c, low, high) for c in range(128)], (low, high)
+
+
+def _hidden_of(cases: list[tuple], first: int, *, columns: int) -> list[list[bool]]:
+    """Of each (low, high) which columns keep a score of 1, from column ``first`` on."""
+    from cutlass import Int32
+    from cutlass._mlir import ir, passmanager
+    from cutlass._mlir.dialects import func
+
+    from fa_cute.device import emit, rows
+
+    with ir.Context(), ir.Location.unknown():
+        module, element = ir.Module.create(), ir.F32Type.get()
+        with ir.InsertionPoint(module.body):
+            row = ir.VectorType.get([columns], element)
+            function = func.FuncOp("rows", ((), (row,) * len(cases)))
+        with ir.InsertionPoint(function.add_entry_block()):
+            scores, found = emit.constant_of(1.0, element, columns), []
+            for low, high in cases:
+                limit = rows.Limit(None if low is None else Int32(low), Int32(high))
+                found.append(rows.hide(scores, limit, Int32(first)))
+            func.ReturnOp(found)
+        passmanager.PassManager.parse("builtin.module(canonicalize)").run(module.operation)
+        folded = list(function.entry_block.operations)[-1].operands
+        values = [ir.DenseFPElementsAttr(x.owner.attributes["value"]) for x in folded]
+        return [[score == 1.0 for score in value] for value in values]
+
+
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_tensor_memory_is_moved_column_by_column_once(head_dim: int) -> None:
     """Per block S is read and P written once a column, and P is multiplied as it was written.
