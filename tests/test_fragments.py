@@ -5,12 +5,14 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from fa_cute.configuration import Configuration
 from fa_cute.device import protocol
+from fa_cute.plan import padded
 from fa_cute.spans import Bounds
 from tests.protocol_kernels import recorded
 from tests.tracing import offsets, within_a_trace
@@ -142,6 +144,57 @@ def test_a_blackwell_row_hides_column_by_column() -> None:
     cases, first = list(itertools.product(lows, highs)), 64
     for (low, high), seen in zip(cases, _hidden_of(cases, first, columns=128), strict=True):
         assert seen == [_inside(first + c, low, high) for c in range(128)], (low, high)
+
+
+def test_a_blackwell_thread_reads_the_row_that_it_owns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A warp reaches lanes 32 (warp % 4) on; a thread's row of its tile is thread % 128."""
+    from cutlass import Int32
+    from cutlass._mlir import ir
+
+    from fa_cute.device import tmem
+
+    monkeypatch.setattr(tmem.cute, "make_layout", lambda *_: None)
+    monkeypatch.setattr(tmem.cute, "make_tensor", lambda *_: [Int32(0)])
+    monkeypatch.setattr(tmem.cute.arch, "make_warp_uniform", lambda x: x)
+    plan = Configuration(head_dim=128, dtype="bfloat16", target="sm_100a").plan()[0]
+    with ir.Context(), ir.Location.unknown():
+        for warp in range(4, plan.config.threads // 32):
+            monkeypatch.setattr(tmem.cute.arch, "warp_idx", lambda warp=warp: Int32(warp))
+            lane, column = divmod(tmem.Native.at(None, None).address.value, 1 << tmem.LANE_BIT)
+            owned = [thread % THREADS for thread in range(32 * warp, 32 * warp + 32)]
+            assert column == 0 and list(range(lane, lane + tmem.QUARTER)) == owned
+
+
+def test_a_blackwell_row_is_stored_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every head dim that kernels take: each real element once, none past the row's end."""
+    from fa_cute.device import rows
+    from fa_cute.kernels.fwd_sm100 import PIECE
+
+    written: list[tuple] = []
+    pointers = SimpleNamespace(get=lambda *_: None)
+    llvm = SimpleNamespace(
+        PointerType=pointers,
+        inttoptr=lambda *_: SimpleNamespace(type=None),
+        getelementptr=lambda _type, _base, _dynamic, offsets, *_: offsets[0],
+        store=lambda value, place, alignment: written.append((value, place, alignment)),
+    )
+    row = SimpleNamespace(iterator=SimpleNamespace(toint=lambda: SimpleNamespace(ir_value=int)))
+    emit = SimpleNamespace(lanes_of=len, part=lambda x, at, n: x[at : at + n], integer=int)
+    monkeypatch.setattr(rows, "llvm", llvm)
+    monkeypatch.setattr(rows, "emit", emit)
+    for width in range(8, 257, 8):
+        monkeypatch.setattr(rows.cute, "size", lambda _, width=width: width)
+        written.clear()
+        for first in range(0, padded(width), PIECE):
+            words = [(c, c + 1) for c in range(first, first + PIECE, 2)]
+            rows.store(words, row, first)
+        held = [
+            (column, place // 2 + i)
+            for value, place, alignment in written
+            for i, column in enumerate(itertools.chain(*value))
+            if place % alignment == 0
+        ]
+        assert held == [(column, column) for column in range(width)]
 
 
 def _hidden_of(cases: list[tuple], first: int, *, columns: int) -> list[list[bool]]:
