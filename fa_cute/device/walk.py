@@ -28,18 +28,19 @@ class Entered(NamedTuple):
     count: Int32
     spans: KvSpans | None
 
-    def side(self, side: Int32) -> tuple[Int32, Int32, Int32]:
-        """Edges of the right (``side`` 0) or the left, begin and end; where whole blocks begin.
 
-        These follow the edges of the right, up to ``middle_end``. So a loop over the sides has one
-        body for edges and one for whole blocks, where a window's spans in a row have three.
-        """
-        spans, right = self.spans, side == 0
-        return (
-            cutlass.select_(right, spans.middle_end, spans.begin),
-            cutlass.select_(right, spans.last, spans.middle_begin),
-            cutlass.select_(right, spans.middle_begin, spans.middle_end),
-        )
+def side_of(spans: KvSpans, side: Int32) -> tuple[Int32, Int32, Int32]:
+    """Edges of the right (``side`` 0) or the left, begin and end; where whole blocks begin.
+
+    These follow the edges of the right, up to ``middle_end``. So a loop over the sides has one
+    body for edges and one for whole blocks, where a window's spans in a row have three.
+    """
+    right = side == 0
+    return (
+        cutlass.select_(right, spans.middle_end, spans.begin),
+        cutlass.select_(right, spans.last, spans.middle_begin),
+        cutlass.select_(right, spans.middle_begin, spans.middle_end),
+    )
 
 
 class Walk:

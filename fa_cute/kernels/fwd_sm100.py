@@ -46,7 +46,7 @@ from fa_cute.device.scheduler import COUNT, Place, Tiles, ask, draw, tell
 from fa_cute.device.softmax import LOG2_E
 from fa_cute.device.topology import WARPGROUP, RingSpec, Role, Topology
 from fa_cute.device.visits import Visit, leave
-from fa_cute.device.walk import Walk
+from fa_cute.device.walk import Walk, side_of
 from fa_cute.plan import Extra, Io, Launch, Plan
 from fa_cute.spans import Bounds
 
@@ -428,7 +428,7 @@ class FwdSm100:
             rings = self.block(body, rings, spans.last, (True, True))
             if const_expr(body.x.bounds.left is not None):
                 for side in cutlass.range(2, unroll=1):
-                    begin, end, whole = walk.side(side)
+                    begin, end, whole = side_of(spans, side)
                     rings = self.sweep(body, rings, begin, end, True)
                     rings = self.sweep(body, rings, whole, spans.middle_end, False)
             else:
