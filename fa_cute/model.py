@@ -27,7 +27,7 @@ EXPONENTIALS = {"sm_100a": 16, "sm_103a": 32}
 FP32 = 128
 OTHERS = 64
 ROWS = 128  # of one product
-PIECE = 32  # columns of tensor memory an access moves
+PIECE, PIECE_O = 32, 16  # columns of tensor memory an access moves: of S and of O
 SMS, TFLOPS = 148, 2250  # a B200, dense 16-bit
 CLOCK = TFLOPS * 1e12 / (2 * MULTIPLY_ADDS * SMS)  # 1.86 GHz
 
@@ -114,7 +114,7 @@ class Rescaling(NamedTuple):
 def rescaling(config: FwdSm100Config, width_v: int) -> Rescaling:
     """What conditional rescaling takes off a block in which no row rises by 8."""
     return Rescaling(
-        config.tile_m // config.ctas * width_v / FP32, 2 * config.q_tiles * width_v // PIECE
+        config.tile_m // config.ctas * width_v / FP32, 2 * config.q_tiles * width_v // PIECE_O
     )
 
 
@@ -168,6 +168,6 @@ def expected(plan: Plan) -> Counts:
         multiplies=2 * o // 2,
         maxima=row.maxima,
         conversions=row.conversions + o // 2,
-        loads=pieces + 2 * o // PIECE,
-        stores=pieces + o // PIECE,
+        loads=pieces + 2 * o // PIECE_O,
+        stores=pieces + o // PIECE_O,
     )

@@ -56,7 +56,7 @@ NOTE_STAGES = 8  # more than the blocks that loads are ahead of the softmax
 STAT_STAGES = 1  # of the message to the correction, which reads it at once
 SMALL = ("next", "notes", "tmem", "stat", "scratch")  # buffers of single words
 SCRATCH = 1  # the first named barrier of the mods' scratch, one a softmax warpgroup; 0 is the CTA's
-PIECE = 32  # columns of a row that move between tensor memory and registers at a time
+PIECE, PIECE_O = 32, 16  # columns of S and of O moved at a time; 32 of O take 56 registers, not 40
 
 
 def topology(plan: Plan) -> Topology:
@@ -316,8 +316,8 @@ class FwdSm100:
 
     @cute.jit
     def load(self, x: Operands, storage, buffers: Buffers):
-        names = ("next", "q", "k", "v", "note")
-        rings = self.topology.rings_from(storage, **self.on("producer", *names))
+        filled = self.on("producer", "next", "q", "k", "v", "note")
+        rings = self.topology.rings_from(storage, **filled)
         for operand in (x.q, x.k, x.v):
             cpasync.prefetch_descriptor(operand.atom)
         rank = self.rank()
@@ -517,14 +517,14 @@ class FwdSm100:
                 s = rows.hide(s, body.limit, first + at)
             return rows.modified(s, partial(mask.hide, columns=range(at, at + PIECE)))
 
-        self.rewrite(body.memory, column, self.config.tile_n, hidden)
+        self.rewrite(body.memory, column, range(0, self.config.tile_n, PIECE), hidden)
 
-    def rewrite(self, memory: Any, column: Any, count: int, change: Callable) -> None:
-        """``change(piece, at)`` of ``count`` columns of this thread's row, from ``column`` on."""
-        for at in range(0, count, PIECE):
-            piece = memory.load(column + at, PIECE)
+    def rewrite(self, memory: Any, first: Any, columns: range, change: Callable) -> None:
+        """``change(piece, at)`` of ``columns`` of this thread's row, a step at a time."""
+        for at in columns:
+            piece = memory.load(first + at, columns.step)
             memory.loaded()
-            memory.store(column + at, change(piece, at))
+            memory.store(first + at, change(piece, at))
         memory.stored()
 
     def gain(self, x: Operands) -> Float32:
@@ -563,7 +563,8 @@ class FwdSm100:
     def multiply_row(self, memory, column: cutlass.Constexpr, factor: Float32):
         """Multiply this thread's row of O by ``factor``; nothing where every one is 1."""
         if cute.arch.vote_any_sync(factor < 1.0):
-            self.rewrite(memory, column, self.plan.width_v, lambda o, at: rows.scaled(o, factor))
+            columns = range(0, self.plan.width_v, PIECE_O)
+            self.rewrite(memory, column, columns, lambda o, at: rows.scaled(o, factor))
 
     def finish(self, work: tuple, rings, buffers: Buffers, memory: Any, t: int) -> Any:
         """Divide O of tile ``t`` by its sums; store it and the log-sum-exp."""
@@ -576,8 +577,8 @@ class FwdSm100:
         o = rings.o[t].take()
         memory.entered()
         target = self.target(x, place, t)
-        for at in range(0, self.plan.width_v, PIECE):
-            piece = memory.load(self.columns[f"o{t}"].first + at, PIECE)
+        for at in range(0, self.plan.width_v, PIECE_O):
+            piece = memory.load(self.columns[f"o{t}"].first + at, PIECE_O)
             memory.loaded()
             target.store(rows.rounded(rows.scaled(piece, factor), self.dtype), at)
         o.release()
@@ -587,9 +588,8 @@ class FwdSm100:
     def store_nothing(self, x: Operands, place: Place, t: int) -> None:
         """The rows of tile ``t``, which see no key: zeros, and -inf or the sink."""
         target = self.target(x, place, t)
-        words = emit.constant_of(0, emit.integer(32), PIECE // 2)
-        for at in range(0, self.plan.width_v, PIECE):
-            target.store(words, at)
+        for at in range(0, self.plan.width_v, PIECE_O):
+            target.store(emit.constant_of(0, emit.integer(32), PIECE_O // 2), at)
         target.store_log(x.extra.sinks[place.head] if self.plan.sinks else -Float32.inf)
 
     def target(self, x: Operands, place: Place, t: int) -> rows.Target:
