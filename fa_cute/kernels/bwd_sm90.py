@@ -44,8 +44,8 @@ from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import cpasync, warpgroup
 
 from fa_cute.device import (
-    bulk,
     differential,
+    dq_sums,
     emit,
     epilogue,
     gradient,
@@ -54,8 +54,6 @@ from fa_cute.device import (
     modifiers,
     score,
     softmax,
-    turns,
-    vectors,
 )
 from fa_cute.device.bounds import bounds_of
 from fa_cute.device.key_walk import KeyWalk
@@ -80,12 +78,10 @@ def topology(plan: Plan) -> Topology:
     q_bytes = c.tile_q * (plan.width * 2 + 4)
     do_bytes = c.tile_q * (plan.width_v * 2 + 4)
     noted = plan.visits != "bounds"
-    turn = RingSpec("turn", 2, 0, "load", "load", "the sums are this tile's to add to", empties=1)
-    dq = RingSpec("dq", 1, 0, "math", "load", "until read", fills=4 * c.consumers, empties=1)
-    active = 1 + in_bulk(plan) + plan.in_turn
+    of_dq = dq_sums.rings(plan)
     return Topology(
         roles=(
-            Role("load", 1, c.producer_registers, active, "TMA; adds dQ"),
+            Role("load", 1, c.producer_registers, 1 + len(of_dq), "TMA; adds dQ"),
             Role("math", c.consumers, c.consumer_registers, 4, "wgmma, P, dS, dQ, stores"),
         ),
         rings=(
@@ -95,15 +91,9 @@ def topology(plan: Plan) -> Topology:
                 "q", c.stages, q_bytes, "load", "math", "and shift; freed when dK is there", noted
             ),
             RingSpec("do", c.stages, do_bytes, "load", "math", "and delta; freed when dV is there"),
-            *((dq,) if in_bulk(plan) else ()),
-            *((turn,) if plan.in_turn else ()),
+            *of_dq,
         ),
     )
-
-
-def in_bulk(plan: Plan) -> bool:
-    """Whether dQ is added from shared memory, by a warp of its own."""
-    return plan.gradients[0] and (plan.deterministic or plan.config.bulk)
 
 
 def fitting(plan: Plan, scratch_bytes: int) -> Plan:
@@ -111,7 +101,7 @@ def fitting(plan: Plan, scratch_bytes: int) -> Plan:
     c = plan.config
     a_slot = 2 * c.tile_q * (plan.width + plan.width_v + c.tile_kv * (1 + c.wide) + 4)
     held = 2 * c.tile_kv * (plan.width + plan.width_v)
-    held += 4 * c.tile_q * plan.width * in_bulk(plan)
+    held += 4 * c.tile_q * plan.width * dq_sums.in_bulk(plan)
     if held + c.stages * a_slot + scratch_bytes + ALIGNED <= SHARED_MEMORY_LIMIT:
         return plan
     return replace(plan, config=replace(c, stages=1))
@@ -177,7 +167,8 @@ class BwdSm90:
         self.dtype = DTYPES[plan.dtype]
         self.products = Products(plan, self.dtype)
         self.walk = KeyWalk(plan, self.fragment)
-        self.bulk = in_bulk(plan)
+        self.sums = dq_sums.DqSums(plan, self.walk)
+        self.bulk = self.sums.bulk
         # dP after the exponentials is no slower than with S (d128, S8k: full 651 and 650 TFLOP/s,
         # causal 639 and 636), but of 128 queries P, its rounded copy and dP pass the registers:
         # then dV waits for dS.
@@ -234,19 +225,19 @@ class BwdSm90:
                 if warp == 1:
                     sides = {"turn": "consumer"} if const_expr(self.plan.in_turn) else {}
                     rings = self.topology.rings_from(storage, dq="consumer", **sides)
-                    self.add(x, rings, buffers, place)
+                    self.sums.add(x, rings, buffers.dq, place)
             if const_expr(self.plan.in_turn):
                 if warp == 2:
                     rings = self.topology.rings_from(storage, turn="producer")
-                    self.await_turns(x, rings, place)
+                    self.sums.await_turns(x, rings, place)
         else:
             cute.arch.setmaxregister_increase(self.topology.role("math").registers)
-            rings = self.topology.rings_from(storage, **self.sides_of_math())
-            self.math(x, rings, buffers, place)
+            self.math(x, self.rings_of_math(storage), buffers, place)
 
-    def sides_of_math(self) -> dict[str, str]:
+    def rings_of_math(self, storage: Any) -> Any:
         """The rings of the consumers; of dQ they are the producers."""
-        return dict.fromkeys(LOADED, "consumer") | ({"dq": "producer"} if self.bulk else {})
+        sides = dict.fromkeys(LOADED, "consumer") | ({"dq": "producer"} if self.bulk else {})
+        return self.topology.rings_from(storage, **sides)
 
     def allocate(self, x: Operands) -> tuple[Any, Buffers]:
         """Shared memory: the barriers' storage, and the buffers as tensors."""
@@ -271,7 +262,7 @@ class BwdSm90:
         ]
         by_row = cute.make_layout((c.tile_q, c.stages))
         rows = [getattr(storage, name).get_tensor(by_row) for name in ("shift", "delta")]
-        dq = storage.dq.get_tensor(self.parts_of_dq()) if self.bulk else None
+        dq = storage.dq.get_tensor(self.sums.layout()) if self.bulk else None
         scratch = storage.scratch.data_ptr() if words else None
         notes = storage.notes.get_tensor(cute.make_layout(c.stages)) if self.walk.noted else None
         return storage, Buffers(*tiles[:5], *rows, tiles[5] if c.wide else None, dq, scratch, notes)
@@ -302,49 +293,6 @@ class BwdSm90:
                 with rings.do.fill() as do:
                     load_do(block, do)
                     load_delta(block, do)
-
-    def parts_of_dq(self) -> cute.Layout:
-        """dQ in shared memory, in the order of its sums: see ``vectors.add_parts``."""
-        count = self.config.tile_q * self.plan.width // (4 * WARPGROUP * self.config.consumers)
-        return cute.make_layout((vectors.FLOATS, WARPGROUP, count, self.config.consumers))
-
-    @cute.jit
-    def add(self, x: Operands, rings, buffers: Buffers, place: Place):
-        """Add dQ of block after block; deterministic: after all tiles of lower keys that see it."""
-        size = 4 * self.config.tile_q * self.plan.width
-        for i in cutlass.range(self.plan.gqa_ratio, unroll=1):
-            own = place._replace(head=place.head * self.plan.gqa_ratio + i)
-            sums = x.io.sums[own.batch, own.head, 0, None].iterator.toint()
-            visits = self.walk.visits(x, own)
-            block = self.walk.spans(x, own).end
-            for j in cutlass.range(visits.count, unroll=1):
-                block = self.walk.following(visits, j, block).block
-                if const_expr(self.plan.in_turn):
-                    turn = rings.turn.take()
-                with rings.dq.drain():
-                    with cute.arch.elect_one():
-                        target = sums + cutlass.Int64(block) * size
-                        bulk.add(buffers.dq, target, visible=self.plan.in_turn)
-                if const_expr(self.plan.in_turn):
-                    turn.release()
-                    turns.give(self.counters(x, own) + block)
-
-    @cute.jit
-    def await_turns(self, x: Operands, rings, place: Place):
-        """Wait, for block after block, until the tiles of keys before this one have added to it."""
-        for i in cutlass.range(self.plan.gqa_ratio, unroll=1):
-            own = place._replace(head=place.head * self.plan.gqa_ratio + i)
-            visits = self.walk.visits(x, own)
-            block = self.walk.spans(x, own).end
-            for j in cutlass.range(visits.count, unroll=1):
-                block = self.walk.following(visits, j, block).block
-                with rings.turn.fill():
-                    counter = self.counters(x, own) + block
-                    turns.wait(counter, self.walk.turn(x, own, visits, j, block))
-
-    def counters(self, x: Operands, place: Place) -> cute.Pointer:
-        """How many tiles of keys have added to the blocks of the query head at ``place``."""
-        return x.io.turns[place.batch, place.head, None].iterator
 
     @cute.jit
     def math(self, x: Operands, rings, buffers: Buffers, place: Place):
@@ -455,11 +403,8 @@ class BwdSm90:
             do.release()
             if const_expr(of_q):
                 warpgroup.wait_group(int(of_kv))
-            if const_expr(self.bulk):
-                with rings.dq.fill():
-                    self.hand_on(body, dq)
-            elif const_expr(of_q):
-                self.add_dq(body, dq, block)
+            if const_expr(of_q):
+                self.put_dq(body, rings, dq, block)
             warpgroup.wait_group(0)
             q.release()
         return rings
@@ -529,17 +474,14 @@ class BwdSm90:
         threads = WARPGROUP * self.config.consumers
         cute.arch.barrier(barrier_id=DS_READY, number_of_threads=threads)
 
-    def add_dq(self, body: Sweep, dq: cute.Tensor, block: Int32) -> None:
-        """Add the accumulator to the block's sums."""
+    def put_dq(self, body: Sweep, rings, dq: cute.Tensor, block: Int32) -> None:
+        """Add the accumulator to the block's sums, or hand it to the warp that does."""
+        if self.bulk:
+            with rings.dq.fill():
+                self.sums.hand_on(body.buffers.dq, body.work, dq)
+            return
         sums = body.x.io.sums[body.work.place.batch, body.head, 0, None]
-        part = block * self.config.consumers + body.work.warpgroup
-        vectors.add_parts(sums, (part, WARPGROUP, body.work.thread), dq)
-
-    def hand_on(self, body: Sweep, dq: cute.Tensor) -> None:
-        """Write the accumulator to shared memory, where a warp adds it from."""
-        mine = body.buffers.dq[None, body.work.thread, None, body.work.warpgroup]
-        cute.autovec_copy(cute.make_tensor(dq.iterator, cute.make_layout(mine.shape)), mine)
-        cute.arch.fence_proxy("async.shared", space="cta")
+        self.sums.add_own(sums, body.work, dq, block)
 
     def store(self, x: Operands, work: Work, f: Fragments) -> None:
         """Round dK, times the scale, and dV, and write them; keys past the last are not written."""

@@ -1,0 +1,95 @@
+"""dQ's way from the consumers' accumulators into its fp32 sums in global memory.
+
+The sums lie in the accumulators' order (``vectors.add_parts``). Either every thread adds its part,
+16 bytes a reduction, or all write theirs to shared memory, which one warp adds at once
+(``bulk.add``). In turn: a warp waits until the tiles of lower keys have added to a block, one or
+two blocks ahead of the one that adds and gives the turn on.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, Int64, const_expr
+
+from fa_cute.device import bulk, turns, vectors
+from fa_cute.device.key_walk import KeyWalk
+from fa_cute.device.scheduler import Place
+from fa_cute.device.topology import WARPGROUP, RingSpec
+from fa_cute.plan import Plan
+
+
+class DqSums:
+    """The sums of one plan's dQ; ``bulk``: they are added to from shared memory."""
+
+    def __init__(self, plan: Plan, walk: KeyWalk):
+        self.plan, self.config, self.walk = plan, plan.config, walk
+        self.bulk = in_bulk(plan)
+
+    def layout(self) -> cute.Layout:
+        """dQ in shared memory: (4, threads, vectors, consumers)."""
+        count = self.config.tile_q * self.plan.width // (4 * WARPGROUP * self.config.consumers)
+        return cute.make_layout((vectors.FLOATS, WARPGROUP, count, self.config.consumers))
+
+    def hand_on(self, to: cute.Tensor, work: Any, dq: cute.Tensor) -> None:
+        """Write the accumulator to shared memory, where a warp adds it from."""
+        mine = to[None, work.thread, None, work.warpgroup]
+        cute.autovec_copy(cute.make_tensor(dq.iterator, cute.make_layout(mine.shape)), mine)
+        cute.arch.fence_proxy("async.shared", space="cta")
+
+    def add_own(self, sums: cute.Tensor, work: Any, dq: cute.Tensor, block: Int32) -> None:
+        """Add the accumulator to the block's part of a head's ``sums``."""
+        part = block * self.config.consumers + work.warpgroup
+        vectors.add_parts(sums, (part, WARPGROUP, work.thread), dq)
+
+    @cute.jit
+    def add(self, x: Any, rings, dq: cute.Tensor, place: Place):
+        """Add what is handed on, block after block, in turn if the plan says so."""
+        size = 4 * self.config.tile_q * self.plan.width
+        for i in cutlass.range(self.plan.gqa_ratio, unroll=1):
+            own = place._replace(head=place.head * self.plan.gqa_ratio + i)
+            sums = x.io.sums[own.batch, own.head, 0, None].iterator.toint()
+            visits = self.walk.visits(x, own)
+            block = self.walk.spans(x, own).end
+            for j in cutlass.range(visits.count, unroll=1):
+                block = self.walk.following(visits, j, block).block
+                if const_expr(self.plan.in_turn):
+                    turn = rings.turn.take()
+                with rings.dq.drain():
+                    with cute.arch.elect_one():
+                        bulk.add(dq, sums + Int64(block) * size, visible=self.plan.in_turn)
+                if const_expr(self.plan.in_turn):
+                    turn.release()
+                    turns.give(counters(x, own) + block)
+
+    @cute.jit
+    def await_turns(self, x: Any, rings, place: Place):
+        """Wait, for block after block, until the tiles of keys before this one have added to it."""
+        for i in cutlass.range(self.plan.gqa_ratio, unroll=1):
+            own = place._replace(head=place.head * self.plan.gqa_ratio + i)
+            visits = self.walk.visits(x, own)
+            block = self.walk.spans(x, own).end
+            for j in cutlass.range(visits.count, unroll=1):
+                block = self.walk.following(visits, j, block).block
+                with rings.turn.fill():
+                    turns.wait(counters(x, own) + block, self.walk.turn(x, own, visits, j, block))
+
+
+def in_bulk(plan: Plan) -> bool:
+    """Whether dQ is added from shared memory, by a warp of its own."""
+    return plan.gradients[0] and (plan.deterministic or plan.config.bulk)
+
+
+def rings(plan: Plan) -> tuple[RingSpec, ...]:
+    """What the warps of the kernel's tables ``load`` and ``math`` wait for about dQ."""
+    fills = 4 * plan.config.consumers
+    dq = RingSpec("dq", 1, 0, "math", "load", "until read", fills=fills, empties=1)
+    turn = RingSpec("turn", 2, 0, "load", "load", "the sums are this tile's to add to", empties=1)
+    return (dq,) * in_bulk(plan) + (turn,) * plan.in_turn
+
+
+def counters(x: Any, place: Place) -> cute.Pointer:
+    """How many tiles of keys have added to the blocks of the query head at ``place``."""
+    return x.io.turns[place.batch, place.head, None].iterator
