@@ -2,6 +2,7 @@
 
 The pass before the main kernel reads O and dO and writes zeros for dQ's sums, the one after reads
 the sums and writes dQ: bytes by length, whatever a window or a short length leaves of the main one.
+Also where q alone, or k and v alone require a gradient: what is not asked for is not computed.
 Flags as of ``bench.backward``. Times by torch's profiler, means over ``CALLS`` calls.
 """
 
@@ -21,6 +22,7 @@ from bench.results import Report, table
 from bench.selection import BACKWARD, parser, selection
 
 CALLS = 8
+REQUIRED = ("qkv", "q", "kv")
 KERNELS = {"BwdPreprocess": "before", "BwdSm90": "main", "BwdPostprocess": "after"}
 
 
@@ -29,15 +31,17 @@ def main(argv: list[str] | None = None) -> int:
     arguments = parser(BACKWARD).parse_args(argv)
     report = Report("backward-passes", facts() | {"inputs": INPUTS}, arguments.out)
     for case in selection(arguments):
-        for deterministic in (False, True) if "deterministic" in arguments.peers else (False,):
-            trained = Trained.of(case)
-            row = {"case": case.name, "deterministic": deterministic}
-            report.rows.append(row | times(trained, deterministic))
+        modes = [(False, required) for required in REQUIRED]
+        if "deterministic" in arguments.peers:
+            modes.append((True, "qkv"))
+        for deterministic, required in modes:
+            row = {"case": case.name, "deterministic": deterministic, "required": required}
+            report.rows.append(row | times(Trained.of(case), deterministic, required))
             report.save()
-    header = ["case", "deterministic", *KERNELS.values(), "others"]
+    header = ["case", "deterministic", "required", *KERNELS.values(), "others"]
     lines = [
-        [row["case"], "yes" if row["deterministic"] else "no"]
-        + [f"{row[name]:.1f}" for name in header[2:]]
+        [row["case"], "yes" if row["deterministic"] else "no", row["required"]]
+        + [f"{row[name]:.1f}" for name in header[3:]]
         for row in report.rows
     ]
     print(table(header, lines))
@@ -45,12 +49,14 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def times(case: Trained, deterministic: bool) -> dict[str, Any]:
-    """Microseconds a call of each kernel."""
+def times(case: Trained, deterministic: bool, required: str) -> dict[str, Any]:
+    """Microseconds a call of each kernel, where the tensors ``required`` have gradients."""
     options = case.arguments() | {"deterministic": deterministic}
-    inputs = [tensor.requires_grad_() for tensor in case.tensors()]
+    inputs = [
+        x.requires_grad_(name in required) for name, x in zip("qkv", case.tensors(), strict=True)
+    ]
     out = fa_cute.attention(*inputs, **options)
-    leaves = inputs + [tensor for tensor in learned(options) if tensor.requires_grad]
+    leaves = [x for x in (*inputs, *learned(options)) if x.requires_grad]
     dout = torch.randn_like(out)
 
     def call() -> None:
