@@ -11,12 +11,15 @@ Per row, with c = scale x log2 e (log2 e alone after a score_mod), over the bloc
   **raises** m to the row's maximum, rescales l and O, and computes P once more; so it does for rows
   that have seen nothing (m = -inf makes their sums infinite or NaN). That costs about one more
   block, and happens where scores rise by 44 (fp16: 9.7) above those of the blocks before.
-* The first block of a tile and those that bounds cut seek their maximum before (``exponentiate``).
-  So does every block of a kernel whose mods hide keys, so that the bits do not depend on which
-  hidden blocks are left out, and of one that gives lse, of which gradients are made (last point but
-  one). A row that has seen nothing keeps m = -inf; the exponent then uses a finite number in its
-  place, locally, so that its exp2 is 0 and the stored maximum stays -inf for the next block.
+* The first block of a tile (``begin``) and those that bounds cut (``exponentiate``) seek their
+  maximum before. So does every block of a kernel that gives lse, of which gradients are made (last
+  point but one). A row that has seen nothing keeps m = -inf; the exponent then uses a finite number
+  in its place, locally, so that its exp2 is 0 and the stored maximum stays -inf for the next block.
 * A row's bits depend on that row alone: in a warp that raises, rows that held keep m.
+* Where mods hide keys, which hidden blocks are left out must change no bit. There a row's m begins
+  as its maximum of the first block in which it sees something, sought where a row of the warp has
+  seen nothing (``begin``, ``seek_if_empty``) or raised, and all blocks sum in one order; after that
+  a block that it does not see adds zeros.
 * P of the largest score is 1 only if m is that score. Else it is rounded like every other, so where
   one key has nearly all the weight the output is off by up to 2^-9 more, relative (bf16). Through
   rowsum(O dO) that error would reach every gradient of the row.
@@ -86,22 +89,19 @@ def _add(a: Float32, b: Float32) -> Float32:
     return a + b
 
 
-def exponentiate(s: cute.Tensor, state: RowState, c: Float32, *, first: bool) -> None:
+def exponentiate(s: cute.Tensor, state: RowState, c: Float32) -> None:
     """S becomes P in place, ``(2, columns)`` fp32; ``state`` takes this block's maximum.
 
-    Unless it is the ``first`` block, ``state.scale`` is then what O is to be multiplied by.
+    ``state.scale`` is then what O is to be multiplied by.
     """
     pieces = Pieces(s)
     values = pieces.all()
     tops, shifts = _reduce(values, llvm.intr_maxnum), []
     for r in range(FRAGMENT_ROWS):
-        top = _across_quad(tops[r], cute.arch.fmax)
-        maximum = top if first else cute.arch.fmax(state.maximum[r], top)
-        if not first:
-            finite = cutlass.select_(maximum == -Float32.inf, Float32(0.0), maximum)
-            # The difference first: a block that raises nothing then scales by exactly 1, so that
-            # leaving out a hidden block changes no bit.
-            state.scale[r] = exp2((state.maximum[r] - finite) * c)
+        maximum = cute.arch.fmax(state.maximum[r], _across_quad(tops[r], cute.arch.fmax))
+        # The difference first: a block that raises nothing then scales by exactly 1, so that
+        # leaving out a hidden block changes no bit.
+        state.scale[r] = exp2((state.maximum[r] - _finite(maximum)) * c)
         state.maximum[r] = maximum
         shifts.append(shift_of(maximum, c))
     shift, factor = by_row(shifts), by_row([c, c])
@@ -119,12 +119,41 @@ def shift_of(maximum: Float32, c: Float32) -> Float32:
     return cute.arch.fmin(-maximum * c, Float32(LARGEST_SHIFT))
 
 
-def presume(s: cute.Tensor, p: cute.Tensor, state: RowState, c: Float32) -> None:
+def begin(s: cute.Tensor, p: cute.Tensor, state: RowState, c: Float32) -> None:
+    """P, rounded, from the S of a tile's first block, under its own maximum; ``state`` is of it."""
+    state.maximum.fill(-Float32.inf)
+    state.sum.fill(0.0)
+    seek(s, state)
+    presume(s, p, state, c, sought=True)
+    _take(state)
+
+
+def seek(s: cute.Tensor, state: RowState) -> None:
+    """Rows that have seen nothing take their maximum of this block's S, a fragment."""
+    for r, top in enumerate(_reduce(Pieces(s).all(), llvm.intr_maxnum)):
+        before = state.maximum[r]
+        top = _across_quad(top, cute.arch.fmax)
+        state.maximum[r] = cutlass.select_(before == -Float32.inf, top, before)
+
+
+@cute.jit
+def seek_if_empty(s: cute.Tensor, state: RowState):
+    """``seek``, where a row of the warp has seen nothing."""
+    least = cute.arch.fmin(state.maximum[0], state.maximum[1])
+    if cute.arch.vote_any_sync(least == -Float32.inf):
+        seek(s, state)
+
+
+def presume(
+    s: cute.Tensor, p: cute.Tensor, state: RowState, c: Float32, *, sought: bool = False
+) -> None:
     """P, rounded, from S under the maximum of the blocks before; its sums to ``state.added``.
 
-    ``s``, ``p``: fragments in the accumulator's order. ``settle`` must follow.
+    ``s``, ``p``: fragments in the accumulator's order. ``sought``: rows with nothing before have
+    their maximum of this block, or see nothing in it. ``settle`` must follow, unless all were.
     """
-    shift = by_row([-(state.maximum[r] * c) for r in range(FRAGMENT_ROWS)])
+    maxima = [state.maximum[r] for r in range(FRAGMENT_ROWS)]
+    shift = by_row([shift_of(m, c) if sought else -(m * c) for m in maxima])
     _powers(s, p, state, (by_row([c, c]), shift), None)
 
 
@@ -172,6 +201,10 @@ def _borne(total: Float32, p: cute.Tensor) -> Any:
     return total <= LARGEST[p.element_type]
 
 
+def _finite(maximum: Float32) -> Float32:
+    return cutlass.select_(maximum == -Float32.inf, Float32(0.0), maximum)
+
+
 def _take(state: RowState) -> None:
     for r in range(FRAGMENT_ROWS):
         state.sum[r] = state.sum[r] + state.added[r]
@@ -185,7 +218,7 @@ def _raise(s: cute.Tensor, p: cute.Tensor, o: cute.Tensor, state: RowState, c: F
         held = _borne(_across_quad(state.added[r], cute.arch.fmax), p)
         top = cute.arch.fmax(state.maximum[r], _across_quad(tops[r], cute.arch.fmax))
         maximum = cutlass.select_(held, state.maximum[r], top)
-        finite = cutlass.select_(maximum == -Float32.inf, Float32(0.0), maximum)
+        finite = _finite(maximum)
         state.scale[r] = exp2((state.maximum[r] - finite) * c)
         state.sum[r] = state.sum[r] * state.scale[r]
         state.maximum[r] = maximum
@@ -196,11 +229,11 @@ def _raise(s: cute.Tensor, p: cute.Tensor, o: cute.Tensor, state: RowState, c: F
     rescale(o, state)
 
 
-def add_up(s: cute.Tensor, state: RowState, *, first: bool) -> None:
+def add_up(s: cute.Tensor, state: RowState) -> None:
     """Take P ``(2, columns)`` into the sums. Last in a block: nothing waits for it."""
     totals = _reduce(Pieces(s).all(), arith.addf)
     for r, total in enumerate(map(Float32, totals)):
-        state.sum[r] = total if first else cute.math.fma(state.sum[r], state.scale[r], total)
+        state.sum[r] = cute.math.fma(state.sum[r], state.scale[r], total)
 
 
 def rescale(o: cute.Tensor, state: RowState) -> None:

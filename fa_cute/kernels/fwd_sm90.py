@@ -163,8 +163,9 @@ class FwdSm90:
         self.walk = Walk(plan, self.fragment)
         self.rolling = plan.bias is None and not self.walk.noted  # boxes take the room, notes leap
         self.scratch_words = [score.scratch_words(g, self.fragment, self.rolling) for g in graphs]
+        self.cut = plan.causal or any(plan.window)
         # No call has queries without keys: only bounds and lists leave a tile none.
-        self.sees_some = not (plan.causal or any(plan.window) or self.walk.noted)
+        self.sees_some = not (self.cut or self.walk.noted)
 
     @cute.jit
     def __call__(self, io: Io, extra: Extra, launch: Launch, stream):
@@ -244,8 +245,8 @@ class FwdSm90:
         if words:
             sizes["scratch"] = (Int32, words * self.config.consumers)
         # The words of headers and notes lie beside the barriers: with a bias every KiB counts.
-        topology = self.topology.storage(sizes, ("next", "notes", "scratch"))
-        storage = cutlass.memory.SmemAllocator().allocate(topology)
+        struct = self.topology.storage(sizes, ("next", "notes", "scratch"))
+        storage = cutlass.memory.SmemAllocator().allocate(struct)
         q, k, v, *bias = (
             getattr(storage, name).get_tensor(layout.outer, swizzle=layout.inner)
             for name, layout in layouts.items()
@@ -267,7 +268,6 @@ class FwdSm90:
             kv_head = place.head // self.walk.ratio
             load_v = loader(x.v, buffers.v, kv_head, place.batch, Reuse.OFTEN)
             if const_expr(self.walk.noted):
-                # Consumers wait for this before they begin.
                 with rings.next.fill() as header:
                     tell(buffers.next[None, header.index], COUNT, (visits.count, *place))
             block = Int32(0)
@@ -322,9 +322,8 @@ class FwdSm90:
     def note(self, buffers: Buffers, visit: Visit, ahead: Visit) -> Any:
         """What the producer leaves with a slot of K, for ``Ring.fill``.
 
-        The block, and whether the one after it is whole: a consumer branches before it begins one.
-        A branch round the masks alone, with P V in flight, made ptxas wait for P V before it, not
-        after the exponentials: causal S16k 1.66 ms, as a span 1.50.
+        The block, and whether the one after it is whole: a consumer branches before it begins one
+        (docs/masks.md says why).
         """
         return (buffers.notes, Visit(visit.block, ahead.whole).word()) if self.walk.noted else None
 
@@ -391,7 +390,7 @@ class FwdSm90:
         body = Sweep(x, f, state, mods, work, q, buffers.notes, self.reader(x, buffers, work))
         k = rings.k.take()
         s = self.issue_scores(body, k)
-        block, whole = self.noted(body, k) if const_expr(self.walk.noted) else (walk.last, None)
+        block, whole = Visit.of(body.notes[k.index]) if self.walk.noted else (walk.last, None)
         bias = self.take_bias(rings)
         blocks = self.enter_block(body, mods, block, bias)
         self.free(body, bias, True)
@@ -399,10 +398,7 @@ class FwdSm90:
         k.release()
         self.modify(body, blocks, s, block, True)
         self.free(body, bias, False)
-        s_view = mma_sm90.rows_and_columns(s)
-        softmax.exponentiate(s_view, state, self.exponent(body), first=True)
-        mma_sm90.convert(s, f.p)
-        softmax.add_up(s_view, state, first=True)
+        softmax.begin(s, f.p, state, self.exponent(body))
         if const_expr(self.walk.noted):
             rings = self.follow(body, rings, walk - 1, whole)
         else:
@@ -432,17 +428,12 @@ class FwdSm90:
     @cute.jit
     def follow(self, body: Sweep, rings, count: Int32, whole: Int32):
         """The next ``count`` blocks, as the producer's notes name them; ``whole``: the first is."""
-        cut = self.plan.causal or any(self.plan.window)
         for _ in cutlass.range(count, unroll=1):
             if whole != 0:
                 rings, whole = self.step(body, rings, None, (False, False))
             else:
-                rings, whole = self.step(body, rings, None, (cut, True))
+                rings, whole = self.step(body, rings, None, (self.cut, True))
         return rings
-
-    def noted(self, body: Sweep, k: Any) -> Visit:
-        """What the slot of K was filled with: the block, and whether the one after it is whole."""
-        return Visit.of(body.notes[k.index])
 
     @cute.jit
     def step(self, body: Sweep, rings, block, needs: cutlass.Constexpr):
@@ -450,15 +441,15 @@ class FwdSm90:
 
         ``needs``: the bounds, the mask_mod. A ``block`` of None is named by K's note.
         """
-        x, f = body.x, body.f
         k = rings.k.take()
         self.turns.wait(body.work.warpgroup)
         s = self.issue_scores(body, k)
         v = rings.v.take()
-        self.add_values(x, f, v)
+        self.add_values(body.x, body.f, v)
         self.turns.give(body.work.warpgroup)
-        edge, masked = needs
-        block, whole = (block, None) if const_expr(block is not None) else self.noted(body, k)
+        (edge, masked), whole = needs, None
+        if const_expr(block is None):
+            block, whole = Visit.of(body.notes[k.index])
         mods, bias = body.mods if masked else body.mods._replace(mask=None), self.take_bias(rings)
         blocks = self.enter_block(body, mods, block, bias, follows=True)
         self.free(body, bias, True)
@@ -469,32 +460,33 @@ class FwdSm90:
         if const_expr(self.seeks(edge)):
             self.sought(body, s, v)
         else:
-            self.presumed(body, s, v)
+            self.presumed(body, s, v, edge or mods.mask is not None)
         return rings, whole
 
     def seeks(self, edge: bool) -> bool:
         """Whether a block's maximum is sought first: ``device/softmax.py`` says where and why."""
-        return edge or self.plan.return_lse or self.walk.hides
+        return self.plan.return_lse or (edge and not self.walk.hides)
 
     def sought(self, body: Sweep, s: cute.Tensor, v: Any) -> None:
         """P of a block under its own maximum; O rescaled to it."""
         f, state = body.f, body.state
         s_view = mma_sm90.rows_and_columns(s)
-        softmax.exponentiate(s_view, state, self.exponent(body), first=False)
+        softmax.exponentiate(s_view, state, self.exponent(body))
         warpgroup.wait_group(0)
         v.release()
-        # P first: the next S and P V wait for it, and for nothing below.
-        mma_sm90.convert(s, f.p)
+        mma_sm90.convert(s, f.p)  # first: the next S and P V wait for it, and for nothing below
         softmax.rescale(mma_sm90.rows_and_columns(f.o), state)
-        softmax.add_up(s_view, state, first=False)
+        softmax.add_up(s_view, state)
 
-    def presumed(self, body: Sweep, s: cute.Tensor, v: Any) -> None:
+    def presumed(self, body: Sweep, s: cute.Tensor, v: Any, hidden: bool) -> None:
         """P of a block under the maximum of those before, unless its sums tell otherwise."""
         f, state, c = body.f, body.state, self.exponent(body)
         # P overwrites what the last P V reads.
         warpgroup.wait_group(0)
         v.release()
-        softmax.presume(s, f.p, state, c)
+        if hidden:  # here rows may have seen nothing before, and often
+            softmax.seek_if_empty(s, state)
+        softmax.presume(s, f.p, state, c, sought=hidden)
         softmax.settle(s, f.p, mma_sm90.rows_and_columns(f.o), state, c)
 
     def reader(self, x: Operands, buffers: Buffers, work: Work) -> Reader | None:
@@ -527,9 +519,17 @@ class FwdSm90:
         if blocks.score is not None:
             blocks.score.score(s_view)
         if edge:
-            mask.apply(s_view, self.limits(body), block * self.config.tile_n)
+            self.bound(body, s_view, block * self.config.tile_n)
         if blocks.mask is not None:
             blocks.mask.hide(s_view)
+
+    @cute.jit
+    def bound(self, body: Sweep, s: cute.Tensor, first: Int32):
+        """The bounds on keys ``first ...``; if the end of the keys is the only one, where it is."""
+        if const_expr(self.cut):
+            mask.apply(s, self.limits(body), first)
+        elif first + self.config.tile_n > body.x.bounds.seqlen_k:
+            mask.apply(s, self.limits(body), first)
 
     def limits(self, body: Sweep) -> mask.Limits:
         """What this thread's rows see; told again at each edge (kept, d64 spilled 24 bytes)."""
