@@ -351,6 +351,7 @@ def everything() -> Iterator[tuple[str, Configuration]]:
         "biases": BIASES,
         "untiled biases": UNTILED,
         "masks": masks(),
+        "masks without lse": {n: replace(c, return_lse=False) for n, c in masks().items()},
         "masks everywhere": {
             name: replace(c, everywhere=True, block_lists=False) for name, c in masks().items()
         },

@@ -23,6 +23,7 @@ from .judging import (
     planned,
 )
 from .modifiers import Shape
+from .test_presumed import STEPS, rising
 
 pytestmark = pytest.mark.gpu
 LENGTHS = ((1, 1), (129, 129), (300, 1000), (1000, 300), (1337, 1337))
@@ -52,6 +53,15 @@ def test_as_everywhere(name: str, lengths: tuple[int, int]) -> None:
     """Bit for bit what evaluating the mask on every block gives; with a score_mod, too."""
     configuration = ALL[name]
     x = _inputs(name, lengths, kind="outliers")
+    check_as_everywhere(configuration, x, **_run_time(name), **_sinks(configuration, x))
+
+
+@pytest.mark.parametrize("steps", STEPS[1:3], ids=str)
+@pytest.mark.parametrize("name", sorted(ALL))
+def test_as_everywhere_without_lse(name: str, steps: tuple[float, ...]) -> None:
+    """There maxima are presumed: where rows begin and rise, what is left out changes no bit."""
+    configuration = replace(ALL[name], return_lse=False)
+    x = rising(_inputs(name, (1000, 1000)), steps, slice(100, 900, 3))
     check_as_everywhere(configuration, x, **_run_time(name), **_sinks(configuration, x))
 
 
