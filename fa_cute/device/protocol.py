@@ -38,6 +38,7 @@ OPERATORS = {
     "==": operator.eq,
     "!=": operator.ne,
     "&": operator.and_,
+    ">>": operator.rshift,
     "|": operator.or_,
     "^": operator.xor,
     "min": min,

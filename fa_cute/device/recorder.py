@@ -349,7 +349,9 @@ def _inside(block: Any) -> Iterator[tuple[Any, Any]]:
 def _counting(value: Any) -> tuple[Any, int] | None:
     """The loop whose turns ``value`` counts, and how many loops are round it; or None."""
     loop, block = next(_inside(value.owner), (None, None))
-    if block != value.owner or loop.name != "scf.for" or block.arguments[0] != value:
+    if loop is None or block != value.owner or loop.name != "scf.for":
+        return None
+    if block.arguments[0] != value:
         return None
     return loop, sum(op.name in ("scf.for", "scf.while") for op, _ in _inside(loop.block))
 
