@@ -49,12 +49,19 @@ def test_without_lse(name: str) -> None:
     check(WITHOUT_LSE[name], inputs(WITHOUT_LSE[name], (1000, 1000), heads_k=2))
 
 
-def test_lse_changes_nothing() -> None:
-    """The kernel with lse and the one without give the same output, bit for bit."""
+def test_lse_changes_no_more_than_roundings() -> None:
+    """With lse every maximum is sought, without it most are presumed: P is rounded elsewhere.
+
+    Each kernel rounds each P by at most 2^-9 of it, and its output by 2^-9; what is left to sums in
+    fp32 is far below 2^-12.
+    """
     configuration = WITHOUT_LSE["d128-causal"]
     x = inputs(configuration, (1000, 1000))
-    out = fa_cute.attention(*x, causal=True)
-    assert torch.equal(out, fa_cute.attention(*x, causal=True, return_lse=True)[0])
+    out = fa_cute.attention(*x, causal=True).double()
+    other = fa_cute.attention(*x, causal=True, return_lse=True)[0].double()
+    weighed = fa_cute.reference.attention(x.q, x.k, x.v.abs(), causal=True)
+    bound = (2**-8 + 2**-12) * (weighed + other.abs())
+    assert ((out - other).abs() <= bound).all()
 
 
 @pytest.mark.parametrize("scale", [0.0, 1e-3, 0.5, -0.125])
