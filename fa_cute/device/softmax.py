@@ -41,7 +41,14 @@ from cutlass._mlir.dialects import arith, llvm, vector
 from cutlass._mlir.dialects import math as math_dialect
 
 from fa_cute.device import emit
-from fa_cute.device.mma_sm90 import FRAGMENT_ROWS, PIECE, Pieces, by_row
+from fa_cute.device.mma_sm90 import (
+    FRAGMENT_ROWS,
+    PIECE,
+    Pieces,
+    by_row,
+    convert,
+    rows_and_columns,
+)
 
 LOG2_E = math.log2(math.e)
 LN_2 = math.log(2.0)
@@ -119,13 +126,22 @@ def shift_of(maximum: Float32, c: Float32) -> Float32:
     return cute.arch.fmin(-maximum * c, Float32(LARGEST_SHIFT))
 
 
-def begin(s: cute.Tensor, p: cute.Tensor, state: RowState, c: Float32) -> None:
-    """P, rounded, from the S of a tile's first block, under its own maximum; ``state`` is of it."""
+def begin(s: cute.Tensor, p: cute.Tensor, state: RowState, c: Float32, *, sought: bool) -> None:
+    """P, rounded, from the S of a tile's first block, under its own maximum; ``state`` is of it.
+
+    ``sought``: summed as the blocks after it whose maxima are sought: which is first changes no bit.
+    """
     state.maximum.fill(-Float32.inf)
     state.sum.fill(0.0)
-    seek(s, state)
-    presume(s, p, state, c, sought=True)
-    _take(state)
+    if sought:
+        view = rows_and_columns(s)
+        exponentiate(view, state, c)
+        convert(s, p)
+        add_up(view, state)
+    else:
+        seek(s, state)
+        presume(s, p, state, c, sought=True)
+        _take(state)
 
 
 def seek(s: cute.Tensor, state: RowState) -> None:

@@ -398,7 +398,7 @@ class FwdSm90:
         k.release()
         self.modify(body, blocks, s, block, True)
         self.free(body, bias, False)
-        softmax.begin(s, f.p, state, self.exponent(body))
+        softmax.begin(s, f.p, state, self.exponent(body), sought=self.plan.return_lse)
         if const_expr(self.walk.noted):
             rings = self.follow(body, rings, walk - 1, whole)
         else:
