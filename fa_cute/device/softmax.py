@@ -129,7 +129,7 @@ def shift_of(maximum: Float32, c: Float32) -> Float32:
 def begin(s: cute.Tensor, p: cute.Tensor, state: RowState, c: Float32, *, sought: bool) -> None:
     """P, rounded, from the S of a tile's first block, under its own maximum; ``state`` is of it.
 
-    ``sought``: summed as the blocks after it whose maxima are sought: which is first changes no bit.
+    ``sought``: summed as the blocks after it, whose maxima are sought: any may be the first.
     """
     state.maximum.fill(-Float32.inf)
     state.sum.fill(0.0)
