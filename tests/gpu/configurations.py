@@ -242,6 +242,7 @@ BIASES: dict[str, Configuration] = {
     "left": C(causal=True, window=(True, False), mods=modifiers.dense("b", "bfloat16")),
     "sinks": C(64, sinks=True, mods=modifiers.dense("h", "bfloat16")),
     "without lse": C(ratio=4, return_lse=False, mods=modifiers.dense("h", "bfloat16")),
+    "d256-fp32-without-lse": C(256, return_lse=False, mods=modifiers.dense("", "float32")),
     "two": C(mods=modifiers.two_biases, ratio=4),
     "chosen": C(64, mods=modifiers.chosen_bias, ratio=4),
     "capped": C(causal=True, mods=modifiers.capped_bias, approximation=0.006),
