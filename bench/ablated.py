@@ -18,7 +18,7 @@ from cutlass.cute.nvgpu import warpgroup
 
 from fa_cute.device import lower, scheduler, score
 from fa_cute.device.operand import Reuse, loader
-from fa_cute.device.scheduler import draw
+from fa_cute.device.scheduler import BLOCK, ask, draw, tell
 from fa_cute.device.scope import Scope
 from fa_cute.kernels import fwd_sm90
 from fa_cute.kernels.fwd_sm90 import FwdSm90
@@ -67,7 +67,7 @@ class _NoOverlap(FwdSm90):
         if const_expr(self.seeks(needs[0])):
             self.sought(body, s, v)
         else:
-            self.presumed(body, s, v)
+            self.presumed(body, s, v, needs[0] or body.mods.mask is not None)
         return rings, None
 
 
@@ -98,12 +98,14 @@ class _DrawnFirst(FwdSm90):
 
     @cute.jit
     def load(self, x, rings, buffers):
-        tile, ctas = Int32(cute.arch.block_idx()[0]), cute.arch.grid_dim()[0]
+        tile = Int32(cute.arch.block_idx()[0])
         while tile < x.tiles.count:
             place = self.walk.place(x, tile)
             visits = self.walk.visits(x, place)
             with rings.next.fill() as header:
-                tile = draw(x.tiles, x.counter, ctas, buffers.next[None, header.index], ())
+                words = buffers.next[None, header.index]
+                tile = draw(x.tiles, x.counter, ask(x.counter), words)
+                tell(words, BLOCK, self.walk.place(x, tile))
             if visits.count > 0:
                 kv_head = place.head // self.walk.ratio
                 load_q = loader(x.q, buffers.q, place.head, place.batch, Reuse.ONCE)
