@@ -13,8 +13,9 @@ Per row, with c = scale x log2 e (log2 e alone after a score_mod), over the bloc
   block, and happens where scores rise by 44 (fp16: 9.7) above those of the blocks before.
 * The first block of a tile (``begin``) and those that bounds cut (``exponentiate``) seek their
   maximum before. So does every block of a kernel that gives lse, of which gradients are made (last
-  point but one). A row that has seen nothing keeps m = -inf; the exponent then uses a finite number
-  in its place, locally, so that its exp2 is 0 and the stored maximum stays -inf for the next block.
+  point but one), or has a bias of fp32 (``Plan.seeks``). A row that has seen nothing keeps m =
+  -inf; the exponent then uses a finite number in its place, locally, so that its exp2 is 0 and the
+  stored maximum stays -inf for the next block.
 * A row's bits depend on that row alone: in a warp that raises, rows that held keep m.
 * Where mods hide keys, which hidden blocks are left out must change no bit. There a row's m begins
   as its maximum of the first block in which it sees something, sought where a row of the warp has
@@ -52,8 +53,8 @@ from fa_cute.device.mma_sm90 import (
 
 LOG2_E = math.log2(math.e)
 LN_2 = math.log(2.0)
-# A thread's sum of P, and so each P, and what P V adds for values up to 2^63: none overflows.
 LARGEST_SHIFT = 2.0**127
+# A thread's sum of P, and so each P, and what P V adds for values up to 2^63: none overflows.
 LARGEST = {cutlass.BFloat16: 2.0**64, cutlass.Float16: 2.0**14}
 
 
@@ -106,11 +107,7 @@ def exponentiate(s: cute.Tensor, state: RowState, c: Float32) -> None:
     tops, shifts = _reduce(values, llvm.intr_maxnum), []
     for r in range(FRAGMENT_ROWS):
         maximum = cute.arch.fmax(state.maximum[r], _across_quad(tops[r], cute.arch.fmax))
-        # The difference first: a block that raises nothing then scales by exactly 1, so that
-        # leaving out a hidden block changes no bit.
-        state.scale[r] = exp2((state.maximum[r] - _finite(maximum)) * c)
-        state.maximum[r] = maximum
-        shifts.append(shift_of(maximum, c))
+        shifts.append(_take_maximum(state, r, maximum, c))
     shift, factor = by_row(shifts), by_row([c, c])
     for number, value in enumerate(values):
         exponent = math_dialect.fma(value, factor, shift)
@@ -217,8 +214,14 @@ def _borne(total: Float32, p: cute.Tensor) -> Any:
     return total <= LARGEST[p.element_type]
 
 
-def _finite(maximum: Float32) -> Float32:
-    return cutlass.select_(maximum == -Float32.inf, Float32(0.0), maximum)
+def _take_maximum(state: RowState, r: int, maximum: Float32, c: Float32) -> Float32:
+    """Row ``r``'s maximum becomes this one, ``state.scale`` what O needs for it; its shift."""
+    finite = cutlass.select_(maximum == -Float32.inf, Float32(0.0), maximum)
+    # The difference first: a block that raises nothing then scales by exactly 1, so that leaving
+    # out a hidden block changes no bit.
+    state.scale[r] = exp2((state.maximum[r] - finite) * c)
+    state.maximum[r] = maximum
+    return shift_of(maximum, c)
 
 
 def _take(state: RowState) -> None:
@@ -234,11 +237,8 @@ def _raise(s: cute.Tensor, p: cute.Tensor, o: cute.Tensor, state: RowState, c: F
         held = _borne(_across_quad(state.added[r], cute.arch.fmax), p)
         top = cute.arch.fmax(state.maximum[r], _across_quad(tops[r], cute.arch.fmax))
         maximum = cutlass.select_(held, state.maximum[r], top)
-        finite = _finite(maximum)
-        state.scale[r] = exp2((state.maximum[r] - finite) * c)
+        shifts.append(_take_maximum(state, r, maximum, c))
         state.sum[r] = state.sum[r] * state.scale[r]
-        state.maximum[r] = maximum
-        shifts.append(shift_of(maximum, c))
         kept.append(held.ir_value())
     words = emit.gathered(kept * (PIECE // 4), PIECE // 2)
     _powers(s, p, state, (by_row([c, c]), by_row(shifts)), words)
