@@ -30,7 +30,7 @@ PASSES: dict[str, backward.Case] = {
     "d256": backward.Case((256, 256), (129, 200), causal=True),
     "d192/128": backward.Case((192, 128), (200, 300), heads=(4, 2)),
     "padded d40/72": backward.Case((40, 72), (257, 129)),
-    "deterministic": backward.Case(causal=True, heads=(4, 2), deterministic=True),
+    "deterministic d128": backward.Case(causal=True, heads=(4, 2), deterministic=True),
     "deterministic window": backward.Case((64, 64), window=(64, 3), deterministic=True),
     "deterministic d256": backward.Case((256, 256), causal=True, deterministic=True),
 }

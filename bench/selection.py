@@ -58,7 +58,7 @@ BACKWARD = Sets(
         "--dims=128 --masks=full,causal --variants=alibi,softcap,t5",
         "--dims=128 --masks=window",
     ],
-    ["ours", "deterministic", *(name for name in PEERS if name not in ("ours", "plain", "fa3"))],
+    ["ours", "deterministic", *(name for name in PEERS if name not in ("ours", "plain"))],
 )
 PRESETS = FORWARD.presets
 

@@ -69,13 +69,17 @@ class Figures:
 
 @dataclass(frozen=True)
 class Effort:
-    """``rounds`` turns of ``batch_ms`` each; ``energy_s`` seconds a candidate (0: no energy)."""
+    """``rounds`` turns of ``batch_ms`` each; ``energy_s`` seconds a candidate (0: no energy).
+
+    ``host_calls``: at most so many, for the time that a call holds the host.
+    """
 
     rounds: int = 5
     batch_ms: float = 15.0
     energy_s: float = 0.0
     cold: bool = False
     warmup: int = 3
+    host_calls: int = 25
 
 
 class Stopwatch:
@@ -91,7 +95,7 @@ class Stopwatch:
         figures = {c.name: Figures() for c in candidates}
         counts = {c.name: self._count(c) for c in candidates}
         for c in candidates:
-            figures[c.name].host_us = host_time(c)
+            figures[c.name].host_us = host_time(c, self.effort.host_calls)
             figures[c.name].peak_bytes = peak_memory(c)
         for turn in range(self.effort.rounds):
             # Turning the order round cancels what a candidate does to the one after it.
@@ -157,7 +161,7 @@ class Stopwatch:
             figures.energy_power_w = (end - begin) / seconds
 
 
-def host_time(candidate: Candidate, calls: int = 25) -> float:
+def host_time(candidate: Candidate, calls: int) -> float:
     """Median microseconds that a call holds the host, the device idle before it.
 
     Of ``calls`` calls, or of at least 5 where those are done after a tenth of a second.
