@@ -179,10 +179,13 @@ def _bounded(x: Term, low: Value | None, high: Value | None, tie: str) -> Term:
             continue
         told = isinstance(x, Term) and not isinstance(bound, Term)
         x, bound = promoted(x, bound)
-        if told and x.type == "float32":
-            x = x.make(op, bound, attr=tie)
-        else:
+        if x.type != "float32":
             x = (maximum if op == "maximum" else minimum)(x, bound)
+        elif told:
+            x = x.make(op, bound, attr=tie)
+        else:  # of equals, x has all of the gradient
+            order = (x, bound) if op == "maximum" else (bound, x)
+            x = where(order[0].make("lt", order[1], type="bool") | _isnan(bound), bound, x)
     return x
 
 
@@ -293,11 +296,15 @@ def _log10(x: Term) -> Term:
 
 @operation("log1p")
 def _log1p(x: Term) -> Term:
-    """log(1 + x); the quotient undoes the rounding of 1 + x (Kahan)."""
+    """log(1 + x); the quotient undoes the rounding of 1 + x (Kahan).
+
+    Where 1 + x is 1 it is made of another number: what is not chosen has a finite slope, too.
+    """
     x = x.float()
     one_more = x + 1.0
-    exact = one_more.make("log") * (x / (one_more - 1.0))
     small = one_more.make("eq", x.like(1.0), type="bool")
+    other = where(small, 2.0, one_more)
+    exact = other.make("log") * (x / (other - 1.0))
     return where(small, x, where(one_more < math.inf, exact, one_more))
 
 
@@ -306,11 +313,10 @@ def _expm1(x: Term) -> Term:
     """exp(x) - 1, as ``log1p``."""
     x = x.float()
     power = x.make("exp")
-    less = power - 1.0
-    near = abs(x) < 0.5
-    exact = less * (x / where(near, power, x.like(2.0)).make("log"))
-    small = power.make("eq", x.like(1.0), type="bool")
-    return where(small, x, where(near, exact, less))
+    near, small = abs(x) < 0.5, power.make("eq", x.like(1.0), type="bool")
+    other = where(near & ~small, power, 2.0)
+    exact = (other - 1.0) * (x / other.make("log"))
+    return where(small, x, where(near, exact, power - 1.0))
 
 
 @operation("logit")
@@ -325,20 +331,22 @@ def _logaddexp(x: Value, y: Value) -> Term:
     return maximum(x, y) + _log(1.0 + _exp(-apart))
 
 
-def _numbers_first(extremum: Callable) -> Callable:
-    """``extremum`` of two values, or of a NaN and a number the number."""
+def _numbers_first(op: str, extremum: Callable) -> Callable:
+    """``extremum`` of two values, or of a NaN and a number the number; of equals, torch's fmax and
+    fmin give the first all of the gradient."""
 
     def choose(x: Value, y: Value) -> Term:
         x, y = promoted(x, y)
         if x.type != "float32":
             return extremum(x, y)
-        return where(_isnan(x), y, where(_isnan(y), x, extremum(x, y)))
+        order = (y, x) if op == "maximum" else (x, y)
+        return where(order[0].make("le", order[1], type="bool") | _isnan(y), x, y)
 
     return choose
 
 
-operation("fmax")(_numbers_first(maximum))
-operation("fmin")(_numbers_first(minimum))
+operation("fmax")(_numbers_first("maximum", maximum))
+operation("fmin")(_numbers_first("minimum", minimum))
 
 
 # Pointwise activations of torch.nn.functional.
@@ -370,13 +378,13 @@ def _leaky_relu(x: Term, negative_slope: float = 0.01, inplace: bool = False) ->
 @operation("elu")
 def _elu(x: Term, alpha: float = 1.0, inplace: bool = False) -> Term:
     _not_in_place(inplace)
-    return where(x > 0, x, _expm1(x) * alpha)
+    return where(x > 0, x, _expm1(_bounded(x, None, 0, "clamp")) * alpha)  # no exp overflows
 
 
 @operation("celu")
 def _celu(x: Term, alpha: float = 1.0, inplace: bool = False) -> Term:
     _not_in_place(inplace)
-    return where(x > 0, x, _expm1(x / alpha) * alpha)
+    return where(x > 0, x, _expm1(_bounded(x, None, 0, "clamp") / alpha) * alpha)
 
 
 @operation("selu")
