@@ -94,7 +94,7 @@ FWD_SM90: tuple[Row, ...] = (
         (64, 64),
         None,
         True,
-        FwdConfig(192, 96, 2, 2, 32, 160),
+        FwdConfig(192, 96, 2, 2, 24, 160),
         "not measured; 192 x 112 spills 16 bytes with a document mask, 192 x 128 536",
     ),
     Row(
