@@ -16,8 +16,10 @@ from fa_cute.host.launch import Resources
 from fa_cute.host.planning import Mods, by_tiles, make_plan
 from fa_cute.host.problem import FEW_KEYS, FEW_QUERIES, Problem, described, layout_is_ready
 from fa_cute.host.target import current_target, is_hosted
-from fa_cute.mods.affine import ranges_of
+from fa_cute.mods.affine import input_graphs, ranges_of
+from fa_cute.mods.emit_torch import emit
 from fa_cute.mods.intervals import EMPTY
+from fa_cute.mods.ranges import Integers, blocks_in, runs
 from fa_cute.mods.shown import shown
 from fa_cute.mods.tiles import tiled_loads
 from fa_cute.mods.trace import Traced
@@ -25,6 +27,12 @@ from fa_cute.plan import FwdConfig, FwdSm100Config, Plan, register_pool
 from fa_cute.spans import kv_spans
 from fa_cute.tilemap import text, write_png
 
+TENSORS = Integers(
+    *(
+        lambda *numbers, of=of: of(*map(torch.as_tensor, numbers))
+        for of in (torch.minimum, torch.maximum, torch.where)
+    )
+)
 # TFLOP/s of the plain full kernel at 16,384 tokens by head dim, on one NVIDIA H200: S16k, and S8k
 # from 192 on (bench/results/2026-11-29-attention-forward.json, -head-dims.json).
 MEASURED = {64: 558, 128: 728, 192: 776, 256: 749}
@@ -84,7 +92,7 @@ def explain(
     if mask is not None and tile is not None and not problem.empty:
         sizes = (problem.batch, problem.heads_q, problem.seqlen_q, problem.seqlen_k)
         blocks = plan_mask(mask, *sizes, device=problem.device, tile=tile)
-        lines += _work_lines(problem, tile, blocks.kinds(), plan)
+        lines += _work_lines(problem, tile, blocks, plan)
         lines += _map_lines(blocks, plan, plot)
         if mask_mod is None:
             lines.append("mask: it is what the score_mod does not make minus infinity")
@@ -212,17 +220,19 @@ def _resources(found: Resources) -> str:
 
 
 def _work_lines(
-    problem: Problem, tile: tuple[int, int], kinds: torch.Tensor | None, plan: Plan | None
+    problem: Problem, tile: tuple[int, int], mask: MaskBlocks | None, plan: Plan | None
 ) -> Iterator[str]:
-    """What the visited tiles are in operations, and in time for a kernel; ``kinds``: the mask's."""
+    """What the visited tiles are in operations, and in time for a kernel."""
     rows, columns = tile
     bounds, blocks = problem.bounds, -(-problem.seqlen_k // columns)
     spans = [kv_spans(bounds, q, q + rows, columns) for q in range(0, problem.seqlen_q, rows)]
     begin, end = torch.tensor([[s.begin, s.end] for s in spans], device="cpu").unbind(1)
     share = bounded = (end - begin).double().mean().item() / blocks
-    if kinds is not None and (plan is None or plan.visits != "bounds"):
+    if mask is not None and plan is not None and plan.visits == "ranges":
+        share = _by_ranges(mask.traced, problem, tile, (begin, end)).mean().item() / blocks
+    elif mask is not None and (plan is None or plan.visits != "bounds"):
         at = torch.arange(blocks, device="cpu")
-        visited = (at >= begin[:, None]) & (at < end[:, None]) & (kinds.cpu() != EMPTY)
+        visited = (at >= begin[:, None]) & (at < end[:, None]) & (mask.kinds().cpu() != EMPTY)
         share = visited.double().mean().item()
     tiles = problem.batch * problem.heads_q * len(spans) * blocks
     flops = 2 * share * tiles * rows * columns * (problem.head_dim + problem.head_dim_v)
@@ -237,6 +247,25 @@ def _work_lines(
     yield said
     if plan is not None and isinstance(plan.config, FwdSm100Config):
         yield from _model_lines(plan, problem, flops, share / bounded)
+
+
+def _by_ranges(
+    mask: Traced, problem: Problem, tile: tuple[int, int], within: tuple[torch.Tensor, torch.Tensor]
+) -> torch.Tensor:
+    """How many blocks a kernel visits that goes by the mask's ranges: (B, Hq, tiles of queries).
+
+    Ranges that are not exact hold more than the mask shows. ``within``: the first block that bounds
+    leave each tile, and the one after the last.
+    """
+    zero = torch.zeros(1, dtype=torch.int64, device="cpu")
+    batch, heads = zero.new_tensor(range(problem.batch)), zero.new_tensor(range(problem.heads_q))
+    at = {"b": batch.view(-1, 1, 1), "h": heads.view(-1, 1), "q": zero, "kv": zero}
+    captured = tuple(tensor.cpu() for tensor in mask.captured)
+    inputs = [emit(graph, captured, mask.scalars, **at) for graph in input_graphs(mask.graph)]
+    first = zero.new_tensor(range(0, problem.seqlen_q, tile[0]))
+    lengths = problem.seqlen_q, problem.seqlen_k
+    found = runs(ranges_of(mask.graph), inputs, (first, first + tile[0]), lengths, tile[1], TENSORS)
+    return blocks_in(found, *within, TENSORS).double()
 
 
 def _model_lines(plan: Plan, problem: Problem, flops: float, kept: float) -> Iterator[str]:

@@ -118,6 +118,26 @@ def test_explain() -> None:
     assert "nothing to compute" in fa_cute.explain(q, k[:, :0], k[:, :0], target="sm_90a")
 
 
+def test_explain_counts_what_the_kernel_visits() -> None:
+    """Ranges that hold more than the mask shows are visited whole; lists, what is kept alone."""
+    q = half(1, 1024, 2, 64)
+    documents = (torch.arange(1024) // 100)[None]
+
+    def work(mask: object, **options: object) -> float:
+        text = fa_cute.explain(q, q, q, mask_mod=mask, target="sm_90a", **options)
+        return float(text.split("work: ")[1].split("%")[0])
+
+    def document(b, h, q, kv):
+        return (documents[b, q] == documents[b, kv]) & (q >= kv)
+
+    causal = work(lambda b, h, q, kv: q >= kv)
+    assert causal == work(document) == work(document, causal=True) > 50
+    planned = fa_cute.plan_mask(document, 1, 2, 1024, 1024, head_dim=64)
+    assert work(planned) < causal / 2
+    lengths = torch.tensor([0, 5])
+    assert work(lambda b, h, q, kv: kv < lengths[h]) == 4.5  # one of 11 blocks, of one head of two
+
+
 def test_the_default_device_and_dtype_are_the_users(tmp_path: Path) -> None:
     """What a call makes for itself is where and what it must be, whatever new tensors are."""
     q, k = torch.randn(1, 300, 2, 8), torch.randn(1, 310, 2, 8)
