@@ -5,6 +5,7 @@ What reads a mod is imported where there is one: a call without mods starts 100 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -46,18 +47,15 @@ class Mods(NamedTuple):
 
         A ``MaskBlocks`` is taken as it was traced when it was planned: its lists are of that graph.
         """
-        from fa_cute.host.blocks import MaskBlocks
-        from fa_cute.mods.trace import trace_mask_mod, trace_score_mod
-
-        if isinstance(mask_mod, MaskBlocks):
+        traces, planned, _ = _readers()
+        if isinstance(mask_mod, planned):
             return cls.of(score_mod, None)._replace(mask_mod=mask_mod.traced, blocks=mask_mod)
-
-        for name, mod in (("score_mod", score_mod), ("mask_mod", mask_mod)):
+        for name, mod in zip(MOD_NAMES, (score_mod, mask_mod), strict=True):
             if mod is not None and not callable(mod):
                 raise TypeError(f"{name} must be a function or None, not {type(mod).__name__}")
         return cls(
-            None if score_mod is None else trace_score_mod(score_mod),
-            None if mask_mod is None else trace_mask_mod(mask_mod),
+            None if score_mod is None else traces[0](score_mod),
+            None if mask_mod is None else traces[1](mask_mod),
         )
 
     def present(self) -> Iterator[tuple[str, Traced]]:
@@ -95,11 +93,20 @@ class Mods(NamedTuple):
         """
         if self.score_mod is None or not self.score_mod.captured:
             return None
-        from fa_cute.mods.tiles import tiled_loads
+        for slot in _readers()[2](self.score_mod.graph):
+            if by_tiles(self.score_mod.captured[slot]):
+                return slot
+        return None
 
-        slots = tiled_loads(self.score_mod.graph)
-        ready = (slot for slot in slots if by_tiles(self.score_mod.captured[slot]))
-        return next(ready, None)
+
+@functools.cache
+def _readers() -> tuple[tuple[Callable, Callable], type, Callable]:
+    """What reads mods, imported at the first: to ask for it again took a call 2 us a time."""
+    from fa_cute.host.blocks import MaskBlocks
+    from fa_cute.mods.tiles import tiled_loads
+    from fa_cute.mods.trace import trace_mask_mod, trace_score_mod
+
+    return (trace_score_mod, trace_mask_mod), MaskBlocks, tiled_loads
 
 
 def by_tiles(tensor: torch.Tensor) -> bool:

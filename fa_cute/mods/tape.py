@@ -8,7 +8,7 @@ two tapes that are equal are one graph.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import NoReturn
 
 import torch
@@ -26,6 +26,7 @@ from fa_cute.mods.terms import Term
 from fa_cute.mods.value import Value
 
 LEAVES = {"score_mod": ("score", "b", "h", "q", "kv"), "mask_mod": ("b", "h", "q", "kv")}
+_BEGINNINGS = {kind: [(leaf,) for leaf in leaves] for kind, leaves in LEAVES.items()}
 
 _DTYPES = {"float32": torch.float32, "int32": torch.int32, "bool": torch.bool}
 _PYTHON_DTYPES = {float: torch.float64, int: torch.int64, bool: torch.bool}
@@ -38,7 +39,7 @@ class Tape:
 
     def __init__(self, kind: str, *, noting_lines: bool = False) -> None:
         self.ops: list[Entry] = NotedOps() if noting_lines else []
-        self.ops += [(leaf,) for leaf in LEAVES[kind]]
+        self.ops += _BEGINNINGS[kind]
         self.tensors: list[torch.Tensor] = []
         self.scalars: list[Scalar] = []
         # The last fault, for when who called us (numpy, autograd) puts an error of its own over it.
@@ -94,17 +95,16 @@ class Tape:
             return (str, None)
         return self.operand(value)
 
-    def call(self, name: str, *args: object, **kwargs: object) -> Value:
+    def call(self, name: str, args: Sequence[object], kwargs: Mapping | None) -> Value:
         """Append a call of a torch function or method that ``OPERATIONS`` has."""
-        entry = [name]
-        for arg in args:
-            known = type(arg) is Value and arg.tape is self
-            entry.append(arg.at if known else self.literal(arg))
+        refs = [
+            arg.at if type(arg) is Value and arg.tape is self else self.literal(arg) for arg in args
+        ]
         if kwargs:
             named = tuple([(key, self.literal(value)) for key, value in kwargs.items()])
-            entry.append((dict, named))
+            refs.append((dict, named))
         ops = self.ops
-        ops.append(tuple(entry))
+        ops.append((name, *refs))
         return Value(self, len(ops) - 1)
 
     def index(self, tensor: torch.Tensor, key: object) -> Value | Partial:

@@ -139,16 +139,14 @@ class _Tracing(TorchFunctionMode):
             if Value in types or _holds_value(args[1]):
                 return self._tape.index(*args)
         elif Value in types:
-            return self._tape.call(self._name(func), *args, **(kwargs or {}))
+            return self._tape.call(_names.get(func) or self._name(func), args, kwargs)
         return func(*args, **(kwargs or {}))
 
     def _name(self, func: Callable) -> str:
-        name = _names.get(func)
-        if name is None:
-            name = _bare_name(func)
-            if name not in OPERATIONS:
-                self._tape.fail(f"{_full_name(func)} is called on a traced value; {_advice(func)}")
-            _names[func] = name
+        name = _bare_name(func)
+        if name not in OPERATIONS:
+            self._tape.fail(f"{_full_name(func)} is called on a traced value; {_advice(func)}")
+        _names[func] = name
         return name
 
 

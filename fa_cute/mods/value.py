@@ -56,7 +56,7 @@ class Value:
         """numpy's functions, and the operators of numpy's scalars, by their names."""
         if method != "__call__" or ufunc.__name__ not in OPERATIONS:
             self.tape.fail(f"numpy.{ufunc.__name__} is called on a traced value; use torch's")
-        return self.tape.call(ufunc.__name__, *inputs, **kwargs)
+        return self.tape.call(ufunc.__name__, inputs, kwargs)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -197,7 +197,7 @@ def _prefix(name: str) -> Callable:
 
 def _method(name: str) -> Callable:
     def call(self: Value, *args: object, **kwargs: object) -> Value:
-        return self.tape.call(name, self, *args, **kwargs)
+        return self.tape.call(name, (self, *args), kwargs)
 
     return call
 

@@ -19,7 +19,7 @@ def _entry(name: str, function: Callable | None = None) -> Callable:
         given = (*args, *kwargs.values())
         for arg in given:
             if isinstance(arg, Value):
-                return arg.tape.call(name, *args, **kwargs)
+                return arg.tape.call(name, args, kwargs)
         tensors = [arg for arg in given if isinstance(arg, torch.Tensor)]
         if tensors:
             return torch_function(*(_beside(arg, tensors[0]) for arg in args), **kwargs)
