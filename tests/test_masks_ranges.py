@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 
 import pytest
@@ -242,3 +243,31 @@ def test_under_causal_and_a_window_too() -> None:
                 part = both[begin : begin + 16, block * 8 : block * 8 + 8]
                 assert block in visited or not part.any()
                 assert not visited.get(block) or part.all()
+
+
+def test_long_chains_take_no_longer_than_they_are() -> None:
+    """A chain of n choices was walked 2**n times, and one of some hundreds nested too deep."""
+
+    def choices(b, h, q, kv):
+        seen = q >= kv
+        for n in range(400):
+            seen = seen ^ (kv == 7 * n)
+        return seen
+
+    def doubled(b, h, q, kv):
+        for _ in range(60):
+            q = (q + q) // 2
+        return q >= kv
+
+    traced = trace_mask_mod(choices)
+    began = time.process_time()
+    assert ranges_of(traced.graph) is None
+    assert ranges_of(trace_mask_mod(doubled).graph) is not None
+    assert time.process_time() - began < 10
+
+
+def test_what_no_range_needs_is_not_computed() -> None:
+    """``kv % 3`` has no form: of the second operand nothing is left, nor of its input."""
+    found = ranges_of(trace_mask_mod(lambda b, h, q, kv: (q >= kv) & (kv % 3 < PREFIX[b])).graph)
+    assert found is not None and not found.inputs and found.exact == (False,)
+    assert [term.op for term in found.terms].count("input") == 0

@@ -60,6 +60,12 @@ class _Piece(NamedTuple):
 def ranges_of(graph: Graph) -> Ranges | None:
     """The ranges that hold what the mask_mod ``graph`` shows, or None: nothing bounds them."""
     finder = _Finder(graph)
+    for at, node in enumerate(graph.nodes[: graph.result]):
+        # Arguments come before what uses them, so nothing recurses: a mod of 600 nodes may.
+        if node.type == "bool":
+            finder.pieces(at, negated=False), finder.pieces(at, negated=True)
+        elif node.type == "int32":
+            finder.formed(at)
     try:
         pieces = finder.pieces(graph.result, negated=False)
         ranges = tuple(finder.closed(piece) for piece in pieces)
@@ -67,8 +73,7 @@ def ranges_of(graph: Graph) -> Ranges | None:
         return None
     if any(piece.is_everything and not piece.exact for piece in pieces):
         return None
-    exact = tuple(piece.exact for piece in pieces)
-    return Ranges(tuple(finder.terms), ranges, tuple(finder.inputs), exact)
+    return finder.used_by(ranges, tuple(piece.exact for piece in pieces))
 
 
 def input_graphs(graph: Graph) -> tuple[Graph, ...]:
@@ -88,6 +93,9 @@ class _Finder:
     terms: list[Term] = field(default_factory=list)
     spans: list[tuple[int, int]] = field(default_factory=list)
     inputs: list[int] = field(default_factory=list)
+    # A node is looked at once for each sense: a chain of n choices would be walked 2**n times.
+    found: dict[tuple[int, bool], list[_Piece]] = field(default_factory=dict)
+    forms: dict[int, _Form | None] = field(default_factory=dict)
 
     def term(self, op: str, *args: int, value: int = 0) -> int:
         """The term, shared if it is there already; refused if it may leave int32."""
@@ -137,13 +145,12 @@ class _Finder:
 
     def pieces(self, at: int, *, negated: bool) -> list[_Piece]:
         """The ranges that hold the keys where a bool node is True (with ``negated``: False)."""
-        before = len(self.terms), len(self.inputs)
-        try:
-            return self._pieces(at, negated)
-        except _NotRanges:
-            # What the attempt left behind goes: a kernel computes every term and input.
-            del self.terms[before[0] :], self.spans[before[0] :], self.inputs[before[1] :]
-            return [_Piece(exact=False)]
+        if (at, negated) not in self.found:
+            try:
+                self.found[at, negated] = self._pieces(at, negated)
+            except _NotRanges:
+                self.found[at, negated] = [_Piece(exact=False)]
+        return self.found[at, negated]
 
     def _pieces(self, at: int, negated: bool) -> list[_Piece]:
         node = self.graph.nodes[at]
@@ -242,8 +249,40 @@ class _Finder:
         )
         return low, high
 
+    def used_by(self, ranges: tuple[tuple[int, int], ...], exact: tuple[bool, ...]) -> Ranges:
+        """``ranges`` with the terms and inputs they need only: a kernel computes every one."""
+        used = {end for pair in ranges for end in pair}
+        for at in reversed(range(len(self.terms))):
+            used.update(self.terms[at].args if at in used else ())
+        moved = {at: new for new, at in enumerate(sorted(used))}
+        terms = [self.terms[at] for at in moved]
+        read = sorted({term.value for term in terms if term.op == "input"})
+        terms = [
+            term._replace(value=read.index(term.value))
+            if term.op == "input"
+            else term._replace(args=tuple(moved[arg] for arg in term.args))
+            for term in terms
+        ]
+        pairs = tuple((moved[low], moved[high]) for low, high in ranges)
+        return Ranges(tuple(terms), pairs, tuple(self.inputs[at] for at in read), exact)
+
     def form(self, at: int) -> _Form:
         """An int32 node in the one form that is solved for kv."""
+        found = self.formed(at)
+        if found is None:
+            raise _NotRanges
+        return found
+
+    def formed(self, at: int) -> _Form | None:
+        """The form, or None if the node has none."""
+        if at not in self.forms:
+            try:
+                self.forms[at] = self._form(at)
+            except _NotRanges:
+                self.forms[at] = None
+        return self.forms[at]
+
+    def _form(self, at: int) -> _Form:
         node = self.graph.nodes[at]
         zero = self.number(0)
         if node.type != "int32" or node.width != 1:
