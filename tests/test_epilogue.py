@@ -22,10 +22,10 @@ class Quad:
         self.sent: list[Any] = [None] * QUAD
         self.own = threading.local()
 
-    def shuffle(self, value: Any, *, offset: int) -> Any:
+    def exchanged(self, value: Any, distance: int) -> Any:
         self.sent[self.own.lane] = value
         self.barrier.wait()
-        got = self.sent[self.own.lane ^ offset]
+        got = self.sent[self.own.lane ^ distance]
         self.barrier.wait()
         return got
 
@@ -51,8 +51,8 @@ def test_each_real_element_is_written_once(monkeypatch: pytest.MonkeyPatch) -> N
     from fa_cute.device.mma_sm90 import column_of, row_of
 
     quad = Quad()
-    monkeypatch.setattr(epilogue.cutlass, "select_", lambda c, a, b: a if c else b)
-    monkeypatch.setattr(epilogue.cute.arch, "shuffle_sync_bfly", quad.shuffle)
+    monkeypatch.setattr(epilogue, "_chosen", lambda c, a, b: a if c else b)
+    monkeypatch.setattr(epilogue, "_exchanged", quad.exchanged)
 
     def pair(lane: int, group: int) -> tuple[int, int]:
         """The columns of a lane's packed pair ``group``, by the accumulator's layout."""
@@ -66,7 +66,7 @@ def test_each_real_element_is_written_once(monkeypatch: pytest.MonkeyPatch) -> N
             written = []
             for block in range(groups // QUAD):
                 words = [pair(lane, block * QUAD + j) for j in range(QUAD)]
-                vector = epilogue.transpose_quad(words, lane)
+                vector = epilogue.transpose_quad(words, epilogue.sides_of(lane))
                 first, real = epilogue.vectors_of(block, lane, columns)
                 held = [column for word in vector for column in word]
                 assert held == list(range(first, first + 8)), (columns, block, lane, held)

@@ -11,10 +11,12 @@ Approximate where the hardware is (tanh, exp, exp2, log, sin, cos, rsqrt, sqrt, 
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+import cutlass.cute as cute
 from cutlass import Int32
 from cutlass._mlir import ir
 from cutlass._mlir.dialects import arith, llvm, math, nvvm, scf, vector
@@ -157,6 +159,17 @@ def joined(parts: Sequence[Value]) -> Value:
     return whole
 
 
+def structure(kind: ir.Type, count: int) -> ir.Type:
+    """``count`` registers of type ``kind``."""
+    return llvm.StructType.get_literal([kind] * count)
+
+
+def registers(fragment: cute.Tensor, kind: ir.Type, count: int) -> list[Value]:
+    """The first ``count`` registers of a fragment as values of type ``kind``, in its order."""
+    whole = llvm.load(structure(kind, count), fragment.iterator.llvm_ptr)
+    return [llvm.extractvalue(kind, whole, [i]) for i in range(count)]
+
+
 def lanes_in(value: Value) -> list[Value]:
     """The scalars of a vector (of a scalar: itself)."""
     if lanes_of(value) is None:
@@ -197,6 +210,18 @@ def halves(address: Value) -> tuple[Int32, Int32]:
     """A 64-bit number as its lower and its upper word."""
     upper = arith.shrui(address, constant_of(32, integer(64), None))
     return tuple(Int32(arith.trunci(integer(32), part)) for part in (address, upper))
+
+
+@contextlib.contextmanager
+def where(condition: Any) -> Iterator[None]:
+    """What is traced inside happens where ``condition`` (a Boolean) is true, and hands nothing on.
+
+    The compiler's own ``if`` asks what each local name becomes: 1 ms of tracing, where this is 0.1.
+    """
+    branch = scf.IfOp(condition.ir_value())
+    with ir.InsertionPoint(branch.then_block):
+        yield
+        scf.YieldOp([])
 
 
 def repeated(count: int, step: Callable[[Value | int], None]) -> None:

@@ -11,10 +11,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Uint32, const_expr
-from cutlass._mlir.dialects import llvm
+from cutlass import Float32, Int32
+from cutlass._mlir.dialects import arith, llvm, nvvm
 
 from fa_cute.device import emit
 from fa_cute.device.mma_sm90 import FRAGMENT_ROWS
@@ -22,23 +21,40 @@ from fa_cute.device.mma_sm90 import FRAGMENT_ROWS
 QUAD = 4
 VECTOR_COLUMNS = 8  # 16 bytes
 BLOCK_COLUMNS = QUAD * VECTOR_COLUMNS
+DISTANCES = (1, 2)  # of the butterfly's two steps
+Word = Any  # a 32-bit word of the compiler's intermediate form
 
 
-def transpose_quad(words: list[Uint32], lane: Int32) -> list[Uint32]:
-    """Word j of lane i becomes word i of lane j, within each quad of lanes."""
-    for distance in (1, 2):
-        upper = (lane & distance) != 0
-        out: list[Uint32] = list(words)
+def sides_of(lane: Int32) -> list[Any]:
+    """Whether ``lane`` is the upper one of its pair, for each step of the butterfly."""
+    return [(lane & distance) != 0 for distance in DISTANCES]
+
+
+def transpose_quad(words: list[Word], sides: list[Any]) -> list[Word]:
+    """Word j of lane i becomes word i of lane j, within each quad of lanes of ``sides``."""
+    for distance, upper in zip(DISTANCES, sides, strict=True):
+        out: list[Word] = list(words)
         for j in range(QUAD):
             if j & distance:
                 continue
             keep_low, keep_high = words[j], words[j | distance]
-            sent = cutlass.select_(upper, keep_low, keep_high)
-            got = cute.arch.shuffle_sync_bfly(sent, offset=distance)
-            out[j] = cutlass.select_(upper, got, keep_low)
-            out[j | distance] = cutlass.select_(upper, keep_high, got)
+            got = _exchanged(_chosen(upper, keep_low, keep_high), distance)
+            out[j] = _chosen(upper, got, keep_low)
+            out[j | distance] = _chosen(upper, keep_high, got)
         words = out
     return words
+
+
+# The compiler's own select and shuffle are these operations and trace five times as long: 128 and
+# 32 of a kernel's operations at head dim 128.
+def _chosen(condition: Any, a: Word, b: Word) -> Word:
+    return arith.select(condition.ir_value(), a, b)
+
+
+def _exchanged(word: Word, distance: int) -> Word:
+    """The ``word`` of the lane at ``distance``."""
+    every, offset, clamp = (emit.like(word, x) for x in (-1, distance, 31))
+    return nvvm.shfl_sync(every, word, offset, clamp, nvvm.ShflKind.bfly)
 
 
 def vectors_of(
@@ -63,7 +79,6 @@ def vectors_of(
     return first, True if whole else first < columns
 
 
-@cute.jit
 def store_rows(
     o: cute.Tensor, g_out: cute.Tensor, row: Int32, rows: Int32, part: tuple | None = None
 ) -> None:
@@ -74,50 +89,48 @@ def store_rows(
     that width, (its number, how many there are).
     """
     lane = cute.arch.lane_idx() % QUAD
-    pairs = cute.size(o) // (2 * FRAGMENT_ROWS)
-    words_of = cute.make_layout((FRAGMENT_ROWS, pairs), stride=(1, FRAGMENT_ROWS))
-    packed = cute.make_tensor(cute.recast_ptr(o.iterator, dtype=Uint32), words_of)
-    for r in cutlass.range_constexpr(FRAGMENT_ROWS):
-        vectors = []
-        for block in cutlass.range_constexpr(pairs // QUAD):
-            words = [packed[r, block * QUAD + j] for j in range(QUAD)]
-            vectors.append(transpose_quad(words, lane))
+    sides, words = sides_of(lane), emit.registers(o, emit.integer(32), cute.size(o) // 2)
+    for r in range(FRAGMENT_ROWS):
+        own = words[r::FRAGMENT_ROWS]
+        quads = [own[at : at + QUAD] for at in range(0, len(own), QUAD)]
+        vectors = [transpose_quad(quad, sides) for quad in quads]
         _store_row(vectors, g_out, row + 8 * r, rows, part)
 
 
-@cute.jit
 def store_zeros(width: int, g_out: cute.Tensor, row: Int32, rows: Int32) -> None:
     """Write zeros where ``store_rows`` writes an accumulator of ``width`` columns."""
-    zeros = [[Uint32(0)] * QUAD] * (width // BLOCK_COLUMNS)
-    for r in cutlass.range_constexpr(FRAGMENT_ROWS):
+    zero = emit.constant_of(0, emit.integer(32), None)
+    zeros = [[zero] * QUAD] * (width // BLOCK_COLUMNS)
+    for r in range(FRAGMENT_ROWS):
         _store_row(zeros, g_out, row + 8 * r, rows, None)
 
 
-@cute.jit
-def _store_row(vectors: list, g_out: cute.Tensor, row: Int32, rows: Int32, part: tuple | None):
+def _store_row(
+    vectors: list[list[Word]], g_out: cute.Tensor, row: Int32, rows: Int32, part: tuple | None
+) -> None:
     """Write this lane's vector of each 32-column block to ``row``, unless it is past the last."""
     lane = cute.arch.lane_idx() % QUAD
-    if row < rows:
+    with emit.where(row < rows):
         g_row = g_out[row, None]
-        for block in cutlass.range_constexpr(len(vectors)):
+        for block, words in enumerate(vectors):
             width = BLOCK_COLUMNS * len(vectors)
             first, real = vectors_of(block, lane, cute.size(g_row), part, width)
-            if const_expr(real is True):
-                _store_vector(vectors[block], g_row, first)
-            elif real:
-                _store_vector(vectors[block], g_row, first)
+            if real is True:
+                _store_vector(words, g_row, first)
+            else:
+                with emit.where(real):
+                    _store_vector(words, g_row, first)
 
 
-def _store_vector(words: list[Uint32], g_row: cute.Tensor, first: Int32) -> None:
+def _store_vector(words: list[Word], g_row: cute.Tensor, first: Int32) -> None:
     """Write 8 columns of ``g_row`` (Dv,) from column ``first`` on: 16 bytes, aligned."""
-    vector = emit.gathered([word.ir_value() for word in words], QUAD)
-    llvm.store(vector, (g_row.iterator + first).llvm_ptr, alignment=2 * VECTOR_COLUMNS)
+    place = (g_row.iterator + first).llvm_ptr
+    llvm.store(emit.gathered(words, QUAD), place, alignment=2 * VECTOR_COLUMNS)
 
 
-@cute.jit
 def store_lse(logs: list[Float32], g_lse: cute.Tensor, row: Int32, rows: Int32) -> None:
     """Write the log-sum-exp of rows ``row``, ``row + 8`` to ``g_lse`` (Sq,), one thread a quad."""
-    if cute.arch.lane_idx() % QUAD == 0:
-        for r in cutlass.range_constexpr(FRAGMENT_ROWS):
-            if row + 8 * r < rows:
+    with emit.where(cute.arch.lane_idx() % QUAD == 0):
+        for r in range(FRAGMENT_ROWS):
+            with emit.where(row + 8 * r < rows):
                 g_lse[row + 8 * r] = logs[r]

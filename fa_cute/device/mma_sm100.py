@@ -56,6 +56,16 @@ class Native:
         self.ctas = 2 if pair else 1
         self.group = tcgen05.CtaGroup.TWO if pair else tcgen05.CtaGroup.ONE
 
+    def prepare(self) -> None:
+        """Trace what every ``issue`` of the role that begins here needs, once."""
+        mma, rows = self._mma(), ROWS * self.ctas
+        self._op = mma.op
+        self._acc = mma.make_fragment_C(mma.partition_shape_C((rows, self.columns))).layout
+        if self.p_times_v:
+            a = mma.make_fragment_A(mma.partition_shape_A((rows, STEP)))
+            self._words = a[None, None, 0].layout
+        self._atoms = {adds: self._atom(adds) for adds in (False, True)}
+
     def _mma(self) -> cute.TiledMma:
         return self._made((ROWS * self.ctas, self.columns), self.group)
 
@@ -97,33 +107,29 @@ class Native:
 
         ``a``, ``b``: one stage of the descriptors; of P V ``a`` is the column of P.
         """
-        mma = self._mma()
-        rows = ROWS * self.ctas
-        acc_layout = mma.make_fragment_C(mma.partition_shape_C((rows, self.columns))).layout
-        acc = cute.make_tensor(memory.pointer(Float32, d), acc_layout)
-        first, later = (self._atom(mma, adding)._unpack() for adding in (adds, True))
-        left = self._words_of_p(mma, memory, a) if self.p_times_v else lambda k: a[None, None, k]
+        acc = cute.make_tensor(memory.pointer(Float32, d), self._acc)
+        later = self._atoms[True]
+        first = self._atoms[adds] if isinstance(adds, bool) else self._atom(adds)
+        left = self._words_of_p(memory, a) if self.p_times_v else lambda k: a[None, None, k]
         # ``cute.gemm`` asks for shapes before it does this: 66 operations traced a step.
         for k in steps:
             atom, operands = first if k == steps.start else later, (left(k), b[None, None, k])
             cute_dialect.gemm(atom, acc.value, *([one.value] for one in operands), acc.value)
 
-    def _words_of_p(self, mma: cute.TiledMma, memory: tmem.Native, column: Any) -> Callable:
+    def _words_of_p(self, memory: tmem.Native, column: Any) -> Callable:
         """Step k of P, which begins at ``column``."""
-        rows = ROWS * self.ctas
-        one = mma.make_fragment_A(mma.partition_shape_A((rows, STEP)))[None, None, 0].layout
 
         def step(k: int) -> cute.Tensor:
             pointer = memory.pointer(self.dtype, column + k * (STEP // PER_COLUMN))
-            return cute.make_tensor(pointer, one)
+            return cute.make_tensor(pointer, self._words)
 
         return step
 
-    def _atom(self, mma: cute.TiledMma, adds: Any) -> cute.MmaAtom:
+    def _atom(self, adds: Any) -> Any:
         """The instruction of one step; ``adds``: plus what D holds."""
-        atom = cute.make_mma_atom(mma.op)
+        atom = cute.make_mma_atom(self._op)
         atom.set(tcgen05.Field.ACCUMULATE, adds)
-        return atom
+        return atom._unpack()
 
     def commit(self, barrier: Any) -> None:
         """Arrive on ``barrier``, of a pair in both CTAs, when all that this warp issued is done."""
@@ -147,6 +153,9 @@ class Hosted:
     def __init__(self, dtype: type, columns: int, *, p_times_v: bool, pair: bool):
         assert not pair, "pairs of CTAs are not hosted"
         self.dtype, self.columns, self.p_times_v = dtype, columns, p_times_v
+
+    def prepare(self) -> None:
+        """Nothing is."""
 
     def operand_a(self, s: cute.Tensor) -> cute.Tensor:
         """``s`` itself, (128, k, stages)."""

@@ -40,7 +40,9 @@ class Products:
         self.pv = gemm(dtype, plan.width_v, p_times_v=True, pair=c.pair)
 
     def of(self, memory: Any, buffers: Any) -> Product:
-        """The operands in ``buffers`` (q, k, v)."""
+        """The operands in ``buffers`` (q, k, v); where the role begins."""
+        self.qk.prepare()
+        self.pv.prepare()
         return Product(
             memory,
             self.qk.operand_a(buffers.q),

@@ -36,6 +36,8 @@ from cutlass import Int32
 from cutlass._mlir import ir
 from cutlass._mlir.dialects.nvvm import MemScopeKind
 
+from fa_cute.device import emit
+
 _REGIONS = ("scf.for", "scf.while", "scf.if")
 
 
@@ -253,21 +255,17 @@ def _arrive(barrier: Any, paired: bool) -> None:
         cute.arch.mbarrier_arrive(barrier)
 
 
-@cute.jit
-def _arrive_from_writer(full, paired: cutlass.Constexpr) -> None:
-    if cute.arch.lane_idx() == 0:
+def _arrive_from_writer(full: Any, paired: bool) -> None:
+    with emit.where(cute.arch.lane_idx() == 0):
         _arrive(full, paired)
 
 
-@cute.jit
-def _expect_both(full, count: cutlass.Constexpr) -> None:
+def _expect_both(full: Any, count: int) -> None:
     """The first CTA announces what the copies of both bring."""
-    if cute.arch.block_idx_in_cluster() == 0:
-        with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive_and_expect_tx(full, count)
+    with emit.where(cute.arch.block_idx_in_cluster() == 0), cute.arch.elect_one():
+        cute.arch.mbarrier_arrive_and_expect_tx(full, count)
 
 
-@cute.jit
-def _open_turns(warpgroup: Int32, turns: cutlass.Constexpr) -> None:
-    if warpgroup == turns.count - 1:
+def _open_turns(warpgroup: Int32, turns: Turns) -> None:
+    with emit.where(warpgroup == turns.count - 1):
         cute.arch.barrier_arrive(barrier_id=turns.first, number_of_threads=turns.THREADS)

@@ -111,24 +111,14 @@ class Target(NamedTuple):
 
     def store(self, words: Vector, first: int) -> None:
         """Write 32-bit ``words`` of O from column ``first`` on."""
-        _store_piece(words, self, first)
+        with emit.where(self.row < self.end):
+            store(words, self.g_out[self.row, None], first)
 
     def store_log(self, log: Float32) -> None:
         """Write the row's log-sum-exp, where it is wanted."""
         if self.g_lse is not None:
-            _store_log(log, self)
-
-
-@cute.jit
-def _store_piece(words: Any, target: Any, first: cutlass.Constexpr) -> None:
-    if target.row < target.end:
-        store(words, target.g_out[target.row, None], first)
-
-
-@cute.jit
-def _store_log(log: Float32, target: Any) -> None:
-    if target.row < target.end:
-        target.g_lse[target.row] = log
+            with emit.where(self.row < self.end):
+                self.g_lse[self.row] = log
 
 
 def store(words: Vector, g_row: cute.Tensor, first: int) -> None:

@@ -27,6 +27,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, const_expr
 
+from fa_cute.device import emit
+
 L2_SECTION_BYTES = 32 << 20  # of an H200's 60 MB; q and out stream through the rest
 SECTIONS = (64, 32, 16, 8, 4, 2)
 # Words of a tile's header: the number of the tile after it; under a mask its own number of visits;
@@ -96,7 +98,6 @@ def ask(counter: cute.Tensor) -> Int32:
     return asked
 
 
-@cute.jit
 def draw(tiles: Tiles, counter: cute.Tensor, asked: Int32, header: cute.Tensor) -> Int32:
     """The next tile of this CTA, ``>= count`` when none is left: for all lanes of the warp.
 
@@ -104,16 +105,15 @@ def draw(tiles: Tiles, counter: cute.Tensor, asked: Int32, header: cute.Tensor) 
     into the first word of the ``header``.
     """
     ctas = cute.arch.grid_dim()[0]
-    if cute.arch.lane_idx() == 0:
-        if asked == tiles.count - 1:
+    with emit.where(cute.arch.lane_idx() == 0):
+        with emit.where(asked == tiles.count - 1):
             counter[0] = 0
         header[0] = asked + ctas
     return cute.arch.shuffle_sync(asked, 0) + ctas
 
 
-@cute.jit
-def tell(header: cute.Tensor, first: cutlass.Constexpr, words: tuple):
+def tell(header: cute.Tensor, first: int, words: tuple) -> None:
     """Lane 0 writes ``words`` into a header for the consumers, from word ``first`` on."""
-    if cute.arch.lane_idx() == 0:
-        for i in cutlass.range_constexpr(len(words)):
-            header[first + i] = words[i]
+    with emit.where(cute.arch.lane_idx() == 0):
+        for i, word in enumerate(words):
+            header[first + i] = word

@@ -149,11 +149,10 @@ def seek(s: cute.Tensor, state: RowState) -> None:
         state.maximum[r] = cutlass.select_(before == -Float32.inf, top, before)
 
 
-@cute.jit
-def seek_if_empty(s: cute.Tensor, state: RowState):
+def seek_if_empty(s: cute.Tensor, state: RowState) -> None:
     """``seek``, where a row of the warp has seen nothing."""
     least = cute.arch.fmin(state.maximum[0], state.maximum[1])
-    if cute.arch.vote_any_sync(least == -Float32.inf):
+    with emit.where(cute.arch.vote_any_sync(least == -Float32.inf)):
         seek(s, state)
 
 
@@ -170,10 +169,9 @@ def presume(
     _powers(s, p, state, (by_row([c, c]), shift), None)
 
 
-@cute.jit
-def settle(s: cute.Tensor, p: cute.Tensor, o: cute.Tensor, state: RowState, c: Float32):
+def settle(s: cute.Tensor, p: cute.Tensor, o: cute.Tensor, state: RowState, c: Float32) -> None:
     """Take what ``presume`` added into the sums; if it is too large, after raising the maximum."""
-    if ~cute.arch.vote_all_sync(_borne(state.added[0] + state.added[1], p)):
+    with emit.where(~cute.arch.vote_all_sync(_borne(state.added[0] + state.added[1], p))):
         _raise(s, p, o, state, c)
     _take(state)
 

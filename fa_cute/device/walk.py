@@ -46,15 +46,18 @@ def side_of(spans: KvSpans, side: Int32) -> tuple[Int32, Int32, Int32]:
 class Walk:
     """The walk of one plan; ``fragment``: a thread's part of S, for what masks capture.
 
-    ``noted``: the producer's words name the visits. ``hides``: the mods hide keys. ``group``:
-    consecutive rows that are heads of one query; ``ratio``: query heads that read a key/value head
-    one after another.
+    ``noted``: the producer's words name the visits. ``hides``: the mods hide keys. ``cut``: bounds
+    do. ``sees_some``: every tile sees a key. ``group``: consecutive rows that are heads of one
+    query; ``ratio``: query heads that read a key/value head one after another.
     """
 
     def __init__(self, plan: Plan, fragment: Fragment):
         self.plan, self.fragment = plan, fragment
         self.noted = plan.visits != "bounds"
-        self.longest_first = plan.causal or any(plan.window) or self.noted
+        self.cut = plan.causal or any(plan.window)
+        self.longest_first = self.cut or self.noted
+        # No call has queries without keys: only bounds and lists leave a tile none.
+        self.sees_some = not self.longest_first
         # Batches that share the boxes of a bias run side by side: one reads them from L2. Heads
         # that share them do not: it took d128 S8k full from 0.76 of plain to 0.71.
         shared = shared_by(plan.score_mod, plan.bias) if plan.bias is not None else ()

@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import cutlass.cute as cute
-from cutlass._mlir import ir
 from cutlass._mlir.dialects import arith, builtin, llvm
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
@@ -35,10 +34,10 @@ def issue(
     count, steps = cute.size(acc), cute.size(b, mode=[2])
     op, fp32 = mma.op, emit.FLOATS["float32"].get()
     assert op.shape_mnk[1] == 2 * count, f"{op.shape_mnk} is not the shape of {count} registers"
-    inputs = [] if clear else _registers(acc, fp32, count)
+    inputs = [] if clear else emit.registers(acc, fp32, count)
     turned = [int(mode == OperandMajorMode.MN) for mode in (op.a_major_mode, op.b_major_mode)]
     if op.a_src == warpgroup.OperandSource.RMEM:
-        left, each, turned = _registers(a, emit.integer(32), WORDS * steps), WORDS, turned[1:]
+        left, each, turned = emit.registers(a, emit.integer(32), WORDS * steps), WORDS, turned[1:]
     else:
         left, each = _descriptors(a), 1
     operands = [*inputs, *left, *_descriptors(b)]
@@ -56,7 +55,7 @@ def issue(
         flags = ", ".join(map(str, [1, 1, *turned]))
         lines.append(f"{head} {_listed(range(count))}, {source}, ${second + k}, adds, {flags};")
     result = llvm.inline_asm(
-        _structure(fp32, count),
+        emit.structure(fp32, count),
         operands,
         "{\n" + "\n".join(lines) + "\n}",
         ",".join(constraints),
@@ -69,16 +68,6 @@ def issue(
 
 def _listed(numbers: Sequence[int]) -> str:
     return "{" + ", ".join(f"${i}" for i in numbers) + "}"
-
-
-def _structure(kind: ir.Type, count: int) -> ir.Type:
-    return llvm.StructType.get_literal([kind] * count)
-
-
-def _registers(fragment: cute.Tensor, kind: ir.Type, count: int) -> list[Any]:
-    """The first ``count`` registers of a fragment, in its order."""
-    whole = llvm.load(_structure(kind, count), fragment.iterator.llvm_ptr)
-    return [llvm.extractvalue(kind, whole, [i]) for i in range(count)]
 
 
 def _descriptors(operand: cute.Tensor) -> list[Any]:

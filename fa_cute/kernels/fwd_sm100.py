@@ -478,8 +478,7 @@ class FwdSm100:
         if not first:
             with rings.stat.fill() as message:
                 body.stat[0, message.index] = factor
-        exponent = softmax.Exponent((gain, shift), self.pairs, (c.emulated, c.degree))
-        p = []
+        exponent, p = softmax.Exponent((gain, shift), self.pairs, (c.emulated, c.degree)), []
         for ring, part in (
             (rings.p, range(0, c.early, PIECE)),
             (rings.tail, range(c.early, c.tile_n, PIECE)),
@@ -498,10 +497,9 @@ class FwdSm100:
         """Whether a mask_mod works in tensor memory: not after a score_mod, which does not."""
         return self.plan.mask_mod is not None and self.plan.score_mod is None
 
-    @cute.jit
-    def restrict(self, body: Sweep, column: Int32, visit: Visit):
+    def restrict(self, body: Sweep, column: Int32, visit: Visit) -> None:
         """``hide``, and the bounds, unless the block is whole."""
-        if visit.whole == 0:
+        with emit.where(visit.whole == 0):
             self.hide(body, column, visit.block, bounds=self.plan.causal or any(self.plan.window))
 
     def hide(self, body: Sweep, column: Int32, block: Int32, *, bounds: bool = False) -> None:
@@ -538,15 +536,23 @@ class FwdSm100:
         tile = self.first_tile()
         while tile < x.tiles.count:
             rings, place, walk, tile = self.enter(x, rings, buffers, tile)
-            if walk.count > 0:
-                for _ in cutlass.range(walk.count - 1, unroll=1):
-                    for t in cutlass.range_constexpr(self.config.q_tiles):
-                        rings = self.rescale(rings, buffers, memory, t)
-                for t in cutlass.range_constexpr(self.config.q_tiles):
-                    rings = self.finish((x, place), rings, buffers, memory, t)
+            if const_expr(self.walk.sees_some):
+                rings = self.settle((x, place), rings, buffers, memory, walk.count)
+            elif walk.count > 0:
+                rings = self.settle((x, place), rings, buffers, memory, walk.count)
             else:
-                for t in cutlass.range_constexpr(self.config.q_tiles):
+                for t in cutlass.range(self.config.q_tiles, unroll=1):
                     self.store_nothing(x, place, t)
+
+    @cute.jit
+    def settle(self, work: tuple, rings, buffers: Buffers, memory, count: Int32):
+        """Rescale O after each of ``count`` blocks but the last, then store it."""
+        for _ in cutlass.range(count - 1, unroll=1):
+            for t in cutlass.range_constexpr(self.config.q_tiles):
+                rings = self.rescale(rings, buffers, memory, t)
+        for t in cutlass.range_constexpr(self.config.q_tiles):
+            rings = self.finish(work, rings, buffers, memory, t)
+        return rings
 
     def rescale(self, rings, buffers: Buffers, memory: Any, t: int) -> Any:
         """Multiply O of tile ``t`` by a block's factors, where some row of the warp needs it."""
@@ -555,16 +561,11 @@ class FwdSm100:
             factor = buffers.stat[thread, 0, message.index, t]
         o = rings.o[t].take()
         memory.entered()
-        self.multiply_row(memory, self.columns[f"o{t}"].first, factor)
+        with emit.where(cute.arch.vote_any_sync(factor < 1.0)):
+            first, columns = self.columns[f"o{t}"].first, range(0, self.plan.width_v, PIECE_O)
+            self.rewrite(memory, first, columns, lambda o, at: rows.scaled(o, factor))
         o.release()
         return rings
-
-    @cute.jit
-    def multiply_row(self, memory, column: cutlass.Constexpr, factor: Float32):
-        """Multiply this thread's row of O by ``factor``; nothing where every one is 1."""
-        if cute.arch.vote_any_sync(factor < 1.0):
-            columns = range(0, self.plan.width_v, PIECE_O)
-            self.rewrite(memory, column, columns, lambda o, at: rows.scaled(o, factor))
 
     def finish(self, work: tuple, rings, buffers: Buffers, memory: Any, t: int) -> Any:
         """Divide O of tile ``t`` by its sums; store it and the log-sum-exp."""
@@ -585,16 +586,15 @@ class FwdSm100:
         target.store_log(log)
         return rings
 
-    def store_nothing(self, x: Operands, place: Place, t: int) -> None:
+    def store_nothing(self, x: Operands, place: Place, t: Int32) -> None:
         """The rows of tile ``t``, which see no key: zeros, and -inf or the sink."""
-        target = self.target(x, place, t)
+        target, zeros = self.target(x, place, t), emit.constant_of(0, emit.integer(32), PIECE_O // 2)
         for at in range(0, self.plan.width_v, PIECE_O):
-            target.store(emit.constant_of(0, emit.integer(32), PIECE_O // 2), at)
+            target.store(zeros, at)
         target.store_log(x.extra.sinks[place.head] if self.plan.sinks else -Float32.inf)
 
-    def target(self, x: Operands, place: Place, t: int) -> rows.Target:
+    def target(self, x: Operands, place: Place, t: int | Int32) -> rows.Target:
         """Where this thread's row of tile ``t`` goes."""
-        row = self.number(place, t) * mma_sm100.ROWS
+        row = self.number(place, t) * mma_sm100.ROWS + cute.arch.thread_idx()[0] % WARPGROUP
         lse = None if x.lse is None else x.lse[place.batch, place.head, None]
-        g_out = x.out[place.batch, None, place.head, None]
-        return rows.Target(g_out, lse, row + cute.arch.thread_idx()[0] % WARPGROUP, x.rows)
+        return rows.Target(x.out[place.batch, None, place.head, None], lse, row, x.rows)

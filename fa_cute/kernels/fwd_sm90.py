@@ -28,7 +28,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import cpasync, warpgroup
 
-from fa_cute.device import epilogue, mask, mma_sm90, modifiers, packing, score, softmax
+from fa_cute.device import emit, epilogue, mask, mma_sm90, modifiers, packing, score, softmax
 from fa_cute.device.bias import Bias, Reader
 from fa_cute.device.bounds import bounds_of
 from fa_cute.device.modifiers import Mods
@@ -163,9 +163,6 @@ class FwdSm90:
         self.walk = Walk(plan, self.fragment)
         self.rolling = plan.bias is None and not self.walk.noted  # boxes take the room, notes leap
         self.scratch_words = [score.scratch_words(g, self.fragment, self.rolling) for g in graphs]
-        self.cut = plan.causal or any(plan.window)
-        # No call has queries without keys: only bounds and lists leave a tile none.
-        self.sees_some = not (self.cut or self.walk.noted)
 
     @cute.jit
     def __call__(self, io: Io, extra: Extra, launch: Launch, stream):
@@ -345,7 +342,7 @@ class FwdSm90:
                 count = walk.end - walk.begin
             work = Work(place, group, thread)
             entered = (mods, (place.batch, place.head), self.first_row(work))
-            if const_expr(self.sees_some):
+            if const_expr(self.walk.sees_some):
                 rings = self.attend(x, rings, buffers, (work, modifiers.enter(*entered)), walk)
             elif count > 0:
                 rings = self.attend(x, rings, buffers, (work, modifiers.enter(*entered)), walk)
@@ -432,7 +429,7 @@ class FwdSm90:
             if whole != 0:
                 rings, whole = self.step(body, rings, None, (False, False))
             else:
-                rings, whole = self.step(body, rings, None, (self.cut, True))
+                rings, whole = self.step(body, rings, None, (self.walk.cut, True))
         return rings
 
     @cute.jit
@@ -523,13 +520,13 @@ class FwdSm90:
         if blocks.mask is not None:
             blocks.mask.hide(s_view)
 
-    @cute.jit
-    def bound(self, body: Sweep, s: cute.Tensor, first: Int32):
+    def bound(self, body: Sweep, s: cute.Tensor, first: Int32) -> None:
         """The bounds on keys ``first ...``; if the end of the keys is the only one, where it is."""
-        if const_expr(self.cut):
+        if self.walk.cut:
             mask.apply(s, self.limits(body), first)
-        elif first + self.config.tile_n > body.x.bounds.seqlen_k:
-            mask.apply(s, self.limits(body), first)
+        else:
+            with emit.where(first + self.config.tile_n > body.x.bounds.seqlen_k):
+                mask.apply(s, self.limits(body), first)
 
     def limits(self, body: Sweep) -> mask.Limits:
         """What this thread's rows see; told again at each edge (kept, d64 spilled 24 bytes)."""
