@@ -588,9 +588,9 @@ class FwdSm100:
 
     def store_nothing(self, x: Operands, place: Place, t: Int32) -> None:
         """The rows of tile ``t``, which see no key: zeros, and -inf or the sink."""
-        target, zeros = self.target(x, place, t), emit.constant_of(0, emit.integer(32), PIECE_O // 2)
+        target, word = self.target(x, place, t), emit.integer(32)
         for at in range(0, self.plan.width_v, PIECE_O):
-            target.store(zeros, at)
+            target.store(emit.constant_of(0, word, PIECE_O // 2), at)
         target.store_log(x.extra.sinks[place.head] if self.plan.sinks else -Float32.inf)
 
     def target(self, x: Operands, place: Place, t: int | Int32) -> rows.Target:
