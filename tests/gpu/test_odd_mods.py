@@ -149,7 +149,11 @@ CASES: dict[str, tuple[int, int, int, Callable[[], dict[str, Any]]]] = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+# A hundred sines compile for 140 s, forward and backward, on a core of their own.
+LONG = pytest.param("deep", marks=pytest.mark.gpu(limit=500))
+
+
+@pytest.mark.parametrize("name", [LONG if name == "deep" else name for name in CASES])
 def test_odd(name: str) -> None:
     dim, heads, heads_k, build = CASES[name]
     generator = torch.Generator(DEVICE).manual_seed(3)
