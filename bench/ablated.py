@@ -16,7 +16,7 @@ import cutlass.cute as cute
 from cutlass import Int32, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
-from fa_cute.device import lower, scheduler, score
+from fa_cute.device import lower, modifiers, scheduler, score
 from fa_cute.device.operand import Reuse, loader
 from fa_cute.device.scheduler import BLOCK, ask, draw, tell
 from fa_cute.device.scope import Scope
@@ -67,7 +67,7 @@ class _NoOverlap(FwdSm90):
         if const_expr(self.seeks(needs[0])):
             self.sought(body, s, v)
         else:
-            self.presumed(body, s, v, needs[0] or body.mods.mask is not None)
+            self.presumed(body, s, v, needs[0] or body.mods.mask is not None, None)
         return rings, None
 
 
@@ -165,6 +165,9 @@ CHANGES: dict[str, Change] = {
     "not-hoisted": Change("mods: all at the element", score, "schedule", _nothing_hoisted),
     "not-rolling": Change("mods: all diagonals of each block", *_kernel(_NotRolling)),
     "no-lines": Change("mods: lines in two steps", Scope, "_line", lambda self, at, operands: None),
+    "not-left": Change(
+        "mods: lines not left to exponents", modifiers, "line_of", lambda mods: None
+    ),
     "not-folded": Change(
         "mods: constant factors not folded", lower._Rewriter, "gain_of", lambda self, at: (at, 1.0)
     ),

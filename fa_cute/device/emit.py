@@ -186,6 +186,11 @@ def gathered(scalars: Sequence[Value], lanes: int | None) -> Value:
     )
 
 
+def fma(a: Value, b: Value, c: Value) -> Value:
+    """a b + c of float32, rounded once."""
+    return math.fma(a, b, c)
+
+
 _add_float = functools.partial(arith.addf, fastmath=_UNSIGNED_ZERO)
 
 

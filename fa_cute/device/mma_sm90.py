@@ -162,6 +162,11 @@ def by_row(values: list[Numeric]) -> Any:
     return emit.gathered(rows * (PIECE // len(rows)), PIECE)
 
 
+def by_rows(rows: list[Any]) -> Any:
+    """The piece of the vectors (4,) of its two rows."""
+    return vector.shuffle(*rows, [0, 1, 4, 5, 2, 3, 6, 7])
+
+
 def by_column(values: Any, first: int) -> Any:
     """The vector that holds ``values[first + c]`` wherever a piece has its column c of four."""
     return vector.shuffle(values, values, [first + c for c in PIECE_COLUMNS])

@@ -71,6 +71,11 @@ def enter_block(
     return Mods(blocks, rows.mask and rows.mask.block(first, None, follows), rows.collector)
 
 
+def line_of(blocks: Mods) -> score.Addend | None:
+    """What the score_mod adds, where that can be left to the softmax: ``score.Block.line``."""
+    return blocks.score.line() if blocks.score is not None and blocks.mask is None else None
+
+
 def collect(blocks: Mods, slopes: score.Slopes, d_score: cute.Tensor) -> None:
     """The gradient of the score after its mod becomes, in place, that of the score before.
 

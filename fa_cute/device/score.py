@@ -44,8 +44,8 @@ from cutlass._mlir.dialects import arith
 from fa_cute.device import emit
 from fa_cute.device.captured import Source
 from fa_cute.device.fragment import Fragment
-from fa_cute.device.lower import Schedule, schedule
-from fa_cute.device.scope import Operands, Ramp, Scope, Value
+from fa_cute.device.lower import UNIFORM, Schedule, schedule
+from fa_cute.device.scope import Line, Operands, Ramp, Scope, Value
 from fa_cute.mods.derived import contributions, factor, tame
 from fa_cute.mods.graph import Graph
 
@@ -329,6 +329,27 @@ class Block:
         """Replace ``s`` (rows, columns), which holds Q K^T, by the modified score over ``gain``."""
         self._replace(s, lambda result, row: result)
 
+    def line(self) -> Addend | None:
+        """What the mod adds to the scaled score, where that is all it does, and a line of kv.
+
+        The softmax then takes it into its exponents, two FFMA a score in all: ALiBi at d128 causal
+        686 -> 713 TFLOP/s, full 635 -> 706.
+        """
+        program = self.rows.tile.mod.schedule
+        nodes, levels = program.lowered.graph.nodes, program.levels
+        result = nodes[program.lowered.graph.result]
+        if result.op != "fma" or nodes[result.args[0]].op != "score":
+            return None
+        _, factor, added = result.args
+        through_memory = (*program.column, *program.diagonal)
+        if levels[factor] not in UNIFORM or added in through_memory:
+            return None
+        if levels[added] not in ("column", "diagonal"):
+            return None
+        found = self.scope.evaluate([factor, added])
+        line = found[added]
+        return Addend(self, found[factor].parts[0], line) if isinstance(line, Line) else None
+
     def hide(self, s: cute.Tensor, columns: range | None = None) -> None:
         """Put -inf into ``s`` (rows, columns) wherever the mask_mod gives False.
 
@@ -407,6 +428,36 @@ class Block:
         loaded = {at: self.rows.loaded(at, columns) for at in program.column}
         tiles = {at: read(columns) for at, read in self.tiles.items()}
         return replace(scope, known={**scope.known, **loaded, **tiles})
+
+
+@dataclass(frozen=True)
+class Addend:
+    """A mod that makes of S ``factor * S + line``, and is left to whoever scales S anyway."""
+
+    block: Block
+    factor: Any
+    line: Line
+
+    def times(self, c: Any, shifts: Sequence[Any]) -> tuple[Any, Callable[[range], list[Any]]]:
+        """c (factor S + line) + shift, of row i ``shifts[i]``: what S is to be multiplied with.
+
+        And what is to be added to that in some columns of the fragment, a vector a row.
+        """
+        step, fragment = self.line.step, self.block.scope.fragment
+        step = c if step is None else emit.on_floats("mul", step, c)
+        starts = [emit.fma(self.line.start, c, shift) for shift in shifts]
+        shift = fragment.shift if self.line.level == "diagonal" else 0
+        lead = shift * (len(starts) - 1)
+
+        def rest(columns: range) -> list[Any]:
+            rows = []
+            for row, start in enumerate(starts):
+                first = lead - shift * row
+                offsets = self.line.offsets[first + columns.start : first + columns.stop]
+                rows.append(emit.line(start, step, offsets, by_lane=True))
+            return rows
+
+        return emit.on_floats("mul", self.factor, c), rest
 
 
 @dataclass(frozen=True)

@@ -32,6 +32,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import cutlass
@@ -47,6 +48,7 @@ from fa_cute.device.mma_sm90 import (
     PIECE,
     Pieces,
     by_row,
+    by_rows,
     convert,
     rows_and_columns,
 )
@@ -157,35 +159,60 @@ def seek_if_empty(s: cute.Tensor, state: RowState) -> None:
 
 
 def presume(
-    s: cute.Tensor, p: cute.Tensor, state: RowState, c: Float32, *, sought: bool = False
+    s: cute.Tensor,
+    p: cute.Tensor,
+    state: RowState,
+    c: Float32,
+    *,
+    sought: bool = False,
+    line: Any = None,
 ) -> None:
     """P, rounded, from S under the maximum of the blocks before; its sums to ``state.added``.
 
     ``s``, ``p``: fragments in the accumulator's order. ``sought``: rows with nothing before have
-    their maximum of this block, or see nothing in it. ``settle`` must follow, unless all were.
+    their maximum of this block, or see nothing in it. ``line``: what the score_mod, which S has not
+    had yet, adds to it (``score.Block.line``). ``settle`` must follow, unless all were sought.
     """
     maxima = [state.maximum[r] for r in range(FRAGMENT_ROWS)]
-    shift = by_row([shift_of(m, c) if sought else -(m * c) for m in maxima])
-    _powers(s, p, state, (by_row([c, c]), shift), None)
+    shifts = [shift_of(m, c) if sought else -(m * c) for m in maxima]
+    _powers(s, p, state, _terms(shifts, c, line), None)
 
 
-def settle(s: cute.Tensor, p: cute.Tensor, o: cute.Tensor, state: RowState, c: Float32) -> None:
+def settle(
+    s: cute.Tensor, p: cute.Tensor, o: cute.Tensor, state: RowState, c: Float32, line: Any
+) -> None:
     """Take what ``presume`` added into the sums; if it is too large, after raising the maximum."""
     with emit.where(~cute.arch.vote_all_sync(_borne(state.added[0] + state.added[1], p))):
+        if line is not None:
+            line.block.score(rows_and_columns(s))
         _raise(s, p, o, state, c)
     _take(state)
 
 
+def _terms(shifts: list[Float32], c: Float32, line: Any) -> tuple[Any, Callable[[int], Any]]:
+    """exp2's argument of a piece is S times the first plus the second, by the piece's number."""
+    if line is None:
+        shift = by_row(shifts)
+        return by_row([c, c]), lambda number: shift
+    factor, rest = line.times(c.ir_value(), [shift.ir_value() for shift in shifts])
+    columns = PIECE // FRAGMENT_ROWS
+
+    def shift_at(number: int) -> Any:
+        return by_rows(rest(range(columns * number, columns * (number + 1))))
+
+    return emit.splat(factor, PIECE), shift_at
+
+
 def _powers(
-    s: cute.Tensor, p: cute.Tensor, state: RowState, terms: tuple[Any, Any], kept: Any
+    s: cute.Tensor, p: cute.Tensor, state: RowState, terms: tuple[Any, Callable], kept: Any
 ) -> None:
-    """P = exp2(factor S + shift) by ``terms``, except in the rows of the words ``kept``."""
+    """P = exp2(factor S + shift) by ``_terms``, except in the rows of the words ``kept``."""
     factor, shift = terms
     rounded = Pieces(p)
     kind = ir.VectorType.get([PIECE], p.element_type.mlir_type)
     total = None
     for number, scores in enumerate(Pieces(s).all()):
-        exponent = math_dialect.fma(scores, factor, shift)
+        exponent = math_dialect.fma(scores, factor, shift(number))
         power = math_dialect.exp2(exponent, fastmath=arith.FastMathFlags.fast)
         words = arith.truncf(kind, power)
         if kept is not None:
@@ -239,7 +266,7 @@ def _raise(s: cute.Tensor, p: cute.Tensor, o: cute.Tensor, state: RowState, c: F
         state.sum[r] = state.sum[r] * state.scale[r]
         kept.append(held.ir_value())
     words = emit.gathered(kept * (PIECE // 4), PIECE // 2)
-    _powers(s, p, state, (by_row([c, c]), by_row(shifts)), words)
+    _powers(s, p, state, _terms(shifts, c, None), words)
     rescale(o, state)
 
 

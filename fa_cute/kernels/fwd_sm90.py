@@ -452,12 +452,12 @@ class FwdSm90:
         self.free(body, bias, True)
         warpgroup.wait_group(1)
         k.release()
-        self.modify(body, blocks, s, block, edge)
+        line = self.modify(body, blocks, s, block, edge)
         self.free(body, bias, False)
         if const_expr(self.seeks(edge)):
             self.sought(body, s, v)
         else:
-            self.presumed(body, s, v, edge or mods.mask is not None)
+            self.presumed(body, s, v, edge or mods.mask is not None, line)
         return rings, whole
 
     def seeks(self, edge: bool) -> bool:
@@ -475,23 +475,21 @@ class FwdSm90:
         softmax.rescale(mma_sm90.rows_and_columns(f.o), state)
         softmax.add_up(s_view, state)
 
-    def presumed(self, body: Sweep, s: cute.Tensor, v: Any, hidden: bool) -> None:
-        """P of a block under the maximum of those before, unless its sums tell otherwise."""
+    def presumed(self, body: Sweep, s: cute.Tensor, v: Any, hidden: bool, line: Any) -> None:
+        """P under the maximum of the blocks before, unless its sums tell otherwise."""
         f, state, c = body.f, body.state, self.exponent(body)
-        # P overwrites what the last P V reads.
-        warpgroup.wait_group(0)
+        warpgroup.wait_group(0)  # P overwrites what the last P V reads
         v.release()
         if hidden:  # here rows may have seen nothing before, and often
             softmax.seek_if_empty(s, state)
-        softmax.presume(s, f.p, state, c, sought=hidden)
-        softmax.settle(s, f.p, mma_sm90.rows_and_columns(f.o), state, c)
+        softmax.presume(s, f.p, state, c, sought=hidden, line=line)
+        softmax.settle(s, f.p, mma_sm90.rows_and_columns(f.o), state, c, line)
 
     def reader(self, x: Operands, buffers: Buffers, work: Work) -> Reader | None:
         """What this thread reads of the bias' boxes, or None."""
         if self.bias is None:
             return None
-        thread = work.warpgroup * WARPGROUP + work.thread
-        return self.bias.reader(x.qk, buffers.bias, thread)
+        return self.bias.reader(x.qk, buffers.bias, work.warpgroup * WARPGROUP + work.thread)
 
     def take_bias(self, rings) -> Any:
         """The next slot of the bias' ring, or None."""
@@ -510,15 +508,17 @@ class FwdSm90:
         tiles = None if bias is None else body.bias.values(bias.index)
         return modifiers.enter_block(mods, block * self.config.tile_n, tiles, follows=follows)
 
-    def modify(self, body: Sweep, blocks: Mods, s: cute.Tensor, block: Int32, edge: bool) -> None:
-        """score_mod, then the bounds where the block is an edge, then mask_mod, on S in place."""
+    def modify(self, body: Sweep, blocks: Mods, s: cute.Tensor, block: Int32, edge: bool) -> Any:
+        """S in place: score_mod, but a line of it is returned; bounds, if an edge; mask_mod."""
         s_view = mma_sm90.rows_and_columns(s)
-        if blocks.score is not None:
+        line = None if edge or self.plan.seeks else modifiers.line_of(blocks)
+        if blocks.score is not None and line is None:
             blocks.score.score(s_view)
         if edge:
             self.bound(body, s_view, block * self.config.tile_n)
         if blocks.mask is not None:
             blocks.mask.hide(s_view)
+        return line
 
     def bound(self, body: Sweep, s: cute.Tensor, first: Int32) -> None:
         """The bounds on keys ``first ...``; if the end of the keys is the only one, where it is."""

@@ -112,6 +112,15 @@ PRESUMED: dict[str, Configuration] = {
     "d192-128-bf16-full": C(192, head_dim_v=128, return_lse=False),
     "d256-bf16-causal": C(256, causal=True, return_lse=False),
     "d64-bf16-window": C(64, window=(True, True), return_lse=False),
+    # What these add is left to the softmax; of the third maxima rise with every block.
+    "d128-bf16-alibi": C(mods=modifiers.alibi, return_lse=False),
+    "d128-bf16-alibi-causal": C(mods=modifiers.alibi, causal=True, ratio=4, return_lse=False),
+    "d128-bf16-alibi-turned": C(mods=modifiers.alibi_turned, return_lse=False),
+    "d64-fp16-alibi-turned": C(64, "float16", mods=modifiers.alibi_turned, return_lse=False),
+    "d256-bf16-keys": C(256, mods=modifiers.falling_with_keys, return_lse=False),
+    "d96-bf16-keys-window": C(
+        96, mods=modifiers.falling_with_keys, window=(True, True), return_lse=False
+    ),
 }
 WINDOWS: dict[str, Configuration] = {
     "both": C(64, window=(True, True)),

@@ -57,6 +57,18 @@ def alibi(device: torch.device, shape: Shape) -> Mods:
     return {"score_mod": lambda score, b, h, q, kv: score + slopes[h] * (kv - q)}
 
 
+def alibi_turned(device: torch.device, shape: Shape) -> Mods:
+    """ALiBi's line the other way round: the first keys have the largest scores."""
+    slopes = torch.exp2(-torch.arange(1, shape.heads + 1, device=device) / 2.0)
+    return {"score_mod": lambda score, b, h, q, kv: score - slopes[h] * (kv - q)}
+
+
+def falling_with_keys(device: torch.device, shape: Shape) -> Mods:
+    """A line of the key alone, and a factor of the head on the score."""
+    factors = 1.0 + torch.arange(shape.heads, device=device) / 8.0
+    return {"score_mod": lambda score, b, h, q, kv: score * factors[h] - 0.25 * kv}
+
+
 def softcap(cap: float) -> Builder:
     """Soft capping at a captured number."""
 

@@ -9,7 +9,10 @@ from .configurations import PRESUMED
 from .judging import KINDS, Inputs, check, inputs
 
 pytestmark = pytest.mark.gpu
-NAMES = ("d128-bf16-full", "d128-bf16-causal", "d64-fp16-full", "d64-fp16-causal")
+NAMES = (
+    *("d128-bf16-full", "d128-bf16-causal", "d64-fp16-full", "d64-fp16-causal"),
+    *("d128-bf16-alibi", "d128-bf16-alibi-turned", "d64-fp16-alibi-turned", "d256-bf16-keys"),
+)
 LENGTHS = ((1, 1), (129, 200), (300, 129), (1000, 1000), (1337, 2049))
 
 # Keys are visited from the last to the first.
