@@ -13,6 +13,7 @@ import argparse
 import os
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ import torch
 from bench import peers
 from bench.cases import INPUTS, Case, Inputs
 from bench.device import Meter, facts, smi
+from bench.plots import PICTURES, draw
 from bench.priming import dealt, prime
 from bench.results import Report, table
 from bench.selection import parser, selection
@@ -33,7 +35,7 @@ ROUNDINGS = {"plain": 2.0, "mod": 8.0}
 
 def main(argv: list[str] | None = None) -> int:
     """Run the benchmark; the exit status is 1 if a kernel of ours failed or was wrong."""
-    arguments = parser().parse_args(argv)
+    arguments = _parser().parse_args(argv)
     chosen = selection(arguments)
     if arguments.compile_only:
         return compile_only(chosen)
@@ -73,6 +75,8 @@ def run(chosen: list[Case], arguments: argparse.Namespace) -> list[dict[str, Any
     print(f"\n{report.head['device']}; cuBLAS {report.head['cublas_tflops']:.0f} TFLOP/s")
     print(f"TFLOP/s by 4 B H S S D, causal half, windows by visible pairs; in {report.path}\n")
     print(summary(report.rows, arguments.peers))
+    if arguments.plot:
+        draw(report.path, arguments.plot)
     return report.rows
 
 
@@ -144,6 +148,13 @@ def compile_only(chosen: list[Case]) -> int:
             print(f"{case.name}: {kernel.source}, {kernel.seconds:.1f} s", kernel.resources)
             sys.stdout.flush()
     return refused
+
+
+def _parser() -> argparse.ArgumentParser:
+    result = parser()
+    about = f"draw bars, and curves by length and head dim, into a folder ({PICTURES})"
+    result.add_argument("--plot", type=Path, nargs="?", const=PICTURES, help=about)
+    return result
 
 
 def _row(case: Case, peer: str, bound: float) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Pictures of result files: ``python -m bench.plots bench/results/*.json --into docs/figures``.
+"""Pictures of result files: ``python -m bench.plots bench/results/*.json --into docs/images``.
 
 Bars a case for ``attention`` files, and curves by length and by head dim of the cases that differ
 in that alone; memory and error by length for ``figures`` files; seconds for ``compile-time`` files;
@@ -16,6 +16,7 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
+PICTURES = Path("docs/images")
 # What a curve is over: its label, where a case's name has it, what makes cases of one curve alike.
 AXES = {
     "lengths": ("sequence length", r" s(\d+) ", (r" s\d+ b\d+ ", " ")),
@@ -42,20 +43,25 @@ def main(argv: list[str] | None = None) -> int:
     """Draw each file; the names of the pictures are printed."""
     parser = argparse.ArgumentParser(prog="bench.plots", description=__doc__.split("\n")[0])
     parser.add_argument("files", nargs="+", type=Path)
-    parser.add_argument("--into", type=Path, default=Path("docs/figures"))
+    parser.add_argument("--into", type=Path, default=PICTURES)
     arguments = parser.parse_args(argv)
-    arguments.into.mkdir(parents=True, exist_ok=True)
     for path in arguments.files:
-        result = json.loads(path.read_text())
-        draw = KINDS.get(result.get("kind"))
-        if draw is None:
-            print(f"{path}: no picture for kind {result.get('kind')!r}")
-            continue
-        for name, figure in draw(result):
-            picture = arguments.into / f"{path.stem}-{name}.png"
-            figure.savefig(picture, dpi=120, bbox_inches="tight")
-            print(picture)
+        draw(path, arguments.into)
     return 0
+
+
+def draw(path: Path, into: Path) -> None:
+    """Write the pictures of one result file as PNG; their names are printed."""
+    result = json.loads(path.read_text())
+    kind = KINDS.get(result.get("kind"))
+    if kind is None:
+        print(f"{path}: no picture for kind {result.get('kind')!r}")
+        return
+    into.mkdir(parents=True, exist_ok=True)
+    for name, figure in kind(result):
+        picture = into / f"{path.stem}-{name}.png"
+        figure.savefig(picture, dpi=120, bbox_inches="tight")
+        print(picture)
 
 
 def _attention(result: dict[str, Any]) -> list[tuple[str, Any]]:

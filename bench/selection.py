@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from bench.cases import VARIANTS, Case, cases
 from bench.peers import PEERS
 
-PLAIN = "--dims=64,128 --lengths=1024,4096,8192,16384 --masks=full,causal"
+PLAIN = "--dims=64,128,256 --lengths=1024,4096,8192,16384 --masks=full,causal"
 MODS = "--dims=128 --masks=full,causal --variants=plain,alibi,softcap,t5"
 WINDOW = "--dims=128 --lengths=8192,16384 --masks=causal,window"
 GQA = "--dims=128 --masks=full,causal --ratios=4"
@@ -33,7 +33,7 @@ FORWARD = Sets(
         "bias": "--dims=128 --masks=full,causal --variants=plain,bias,shared-bias,bias-by-elements",
         "gqa": GQA,
         "decode": "--dims=128 --lengths=8192 --ratios=4 --queries=1,4,16,64",
-        "dims": "--dims=96,192,256,192/128 --lengths=1024,4096,8192,16384 --masks=full,causal",
+        "dims": "--dims=96,192,192/128 --lengths=1024,4096,8192,16384 --masks=full,causal",
     },
     [
         "--dims=128 --lengths=1024,8192 --masks=full,causal",
@@ -46,7 +46,7 @@ FORWARD = Sets(
 BACKWARD = Sets(
     "Speed of the gradient beside its peers.",
     {
-        "plain": PLAIN.replace("64,128", "64,128,256"),
+        "plain": PLAIN,
         "mods": MODS,
         "window": WINDOW,
         "gqa": GQA,
