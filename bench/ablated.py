@@ -14,12 +14,13 @@ from typing import Any, NamedTuple
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, const_expr
-from cutlass.cute.nvgpu import warpgroup
+from cutlass.cute.nvgpu import warp, warpgroup
 
-from fa_cute.device import lower, modifiers, scheduler, score
+from fa_cute.device import lower, mma_sm90, modifiers, scheduler, score
 from fa_cute.device.operand import Reuse, loader
 from fa_cute.device.scheduler import BLOCK, ask, draw, tell
 from fa_cute.device.scope import Scope
+from fa_cute.device.topology import WARPGROUP
 from fa_cute.kernels import fwd_sm90
 from fa_cute.kernels.fwd_sm90 import FwdSm90
 
@@ -124,6 +125,37 @@ class _DrawnFirst(FwdSm90):
                     load_v(visits.at(visits.count - 1).block, last)
 
 
+class _PInShared(FwdSm90):
+    """P V reads P from shared memory, where the second slot of Q would be: 128 x 128, D 128."""
+
+    def __init__(self, plan):
+        super().__init__(plan)
+        rings = (replace(r, stages=1) if r.name == "q" else r for r in self.topology.rings)
+        self.topology = replace(self.topology, rings=tuple(rings))
+
+    def fragments(self, x, buffers, group):
+        self.place = buffers.q, group
+        return super().fragments(x, buffers, group)
+
+    def add_values(self, x, f, v):
+        (memory, group), c = self.place, self.config
+        atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(num_matrices=4), self.dtype)
+        store = cute.make_tiled_copy_C(atom, x.qk)
+        shape = x.qk.partition_shape_C((c.tile_m, c.tile_n))
+        layout = cute.make_rmem_tensor(shape, cutlass.Float32).layout
+        own = store.get_slice(group * WARPGROUP + mma_sm90.thread_again())
+        source = store.retile(cute.make_tensor(f.p.iterator, layout))
+        cute.copy(store, source, own.partition_D(memory[None, None, 1]))
+        cute.arch.fence_proxy("async.shared", space="cta")
+        cute.arch.barrier(barrier_id=self.own_barrier(group), number_of_threads=WARPGROUP)
+        pv = mma_sm90.make_shared_mma(
+            self.dtype, (c.consumers, 1), self.plan.width_v, a_turned=False, b_turned=True
+        )
+        part = pv.get_slice(group * WARPGROUP)
+        p = part.make_fragment_A(part.partition_A(memory))[None, None, None, 1]
+        mma_sm90.gemm(pv, f.o, p, f.v[None, None, None, self.uniform(v.index)], clear=False)
+
+
 class _NotRolling(FwdSm90):
     """Every block computes all of its dear diagonals."""
 
@@ -156,6 +188,7 @@ def _sections(mebibytes: int) -> Change:
 
 CHANGES: dict[str, Change] = {
     "no-overlap": Change("P V waited for before the next S", *_kernel(_NoOverlap)),
+    "p-shared": Change("P through shared memory", *_kernel(_PInShared)),
     "masked": Change("spans not apart: masks on every block", *_kernel(_MaskedEverywhere)),
     "row-order": Change("tiles not longest first", *_kernel(_ShortestFirst)),
     "draw-first": Change("next tile drawn before this one's loads", *_kernel(_DrawnFirst)),

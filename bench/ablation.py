@@ -24,6 +24,7 @@ D64, D256 = "192x128x2x2:32/160:t", "128x80x2x1:24/240:t"
 SCORED, ONE_Q = "192x80x2x2:32/160:t", "128x128x2x1:24/240:n"
 LINES = f"""
 d128 full plain 8192: {FULL} {FULL}@sought {FULL[:-1]}t {MODDED} {FULL}@no-overlap {FULL}@one-hint
+d128 full plain 8192: {CUT} {ONE_Q} {CUT}@p-shared
 d128 full plain 1024: {FULL} {MODDED} {MODDED}@sought
 d128 causal plain 8192: {CUT} {CUT}@sought {MODDED} {CUT}@no-overlap {CUT}@masked
 d128 causal plain 8192: {CUT} {CUT}@row-order {CUT}@one-hint {CUT}@sections-16 {CUT}@draw-first
