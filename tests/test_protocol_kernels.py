@@ -216,6 +216,14 @@ def test_a_slot_of_the_bias(change: str) -> None:
     assert expected in found_in(plan, wrong)
 
 
+def test_a_slot_of_the_bias_that_no_fence_frees() -> None:
+    """Lanes read a box, and TMA writes the next over it."""
+    plan = biased()
+    program, _ = recorded(plan)
+    wrong = wrong_by(program, without(lambda op: op == Settle("fence")))
+    assert "missing fence: Copy" in found_in(plan, wrong)
+
+
 def is_wait(op: Any) -> bool:
     return isinstance(op, Group) and op.pending is not None
 

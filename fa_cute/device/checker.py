@@ -8,7 +8,8 @@ raises ``Fault`` with the trace of the first thing that is wrong:
     phase error       a wait passes, or an arrival counts, in another lap of the ring than its own;
                       or a slot is taken at another tile than it was filled for, or never
     unordered access  a read not after its write, or a write not after the reads before it
-    missing fence     the async proxy reads what threads wrote, without a proxy fence between
+    missing fence     the async proxy reads what threads wrote, or fills what the table says lanes
+                      read, without a proxy fence between
 
 Order is *happens-before*, by vector clocks over warps and over each asynchronous unit: TMA by slot,
 the products of a warp, its tensor-memory loads and stores. What only this run's order protected is
@@ -395,24 +396,33 @@ class _Run:
             for other, access in cell.reads.items() if write else ():
                 if not before(other, access):
                     raise self.race(warp, op, part, "read", other, access.op)
+                if self.refills(warp, op) and access.fenced == [False]:
+                    raise self.fault(
+                        f"missing fence: {_text(op)} of warp {warp.number} fills {part.name} by "
+                        f"the async proxy; warp {other} read it and has no proxy fence since"
+                    )
         if not write and not any(cell.writes for cell in near):
             raise self.fault(f"warp {warp.number} reads {part.name} before any write: {_text(op)}")
         self.note(warp, here, near, (unit, at, op), write)
 
+    def refills(self, warp: _Warp, op: Any) -> bool:
+        """Whether ``op`` copies into a ring whose slots lanes read."""
+        return isinstance(op, Copy) and self.rings[warp.slots[op.slot][0][0]].by_lanes
+
     def note(self, warp: _Warp, here: _Cell, near: list, what: tuple, write: bool) -> None:
         """Remember an access; a write ends what it covers."""
         unit, at, op = what
+        fenced = None
+        if unit == warp.number:
+            fenced = [False]
+            warp.unfenced.append(fenced)
         if not write:
-            here.reads[unit] = _Access(at, op, None)
+            here.reads[unit] = _Access(at, op, fenced)
             return
         for cell in near:
             if here.begin <= cell.begin and cell.end <= here.end:
                 cell.reads = {}
                 cell.writes = {u: a for u, a in cell.writes.items() if a.op is op and u != unit}
-        fenced = None
-        if unit == warp.number:
-            fenced = [False]
-            warp.unfenced.append(fenced)
         here.writes[unit] = _Access(at, op, fenced)
 
     def race(self, warp: _Warp, op: Any, part: Range, kind: str, other: Any, first: Any) -> Fault:

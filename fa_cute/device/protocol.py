@@ -149,6 +149,7 @@ class RingTable:
     """A ring's row: stages, bytes by TMA, arrivals that fill and empty a slot, whether it waits.
 
     ``paired``: arrivals of threads and bytes count in the first CTA, those of commits in both.
+    ``by_lanes``: lanes of the consumers read what TMA filled.
     """
 
     stages: int
@@ -157,6 +158,7 @@ class RingTable:
     empties: int
     freed: bool = True
     paired: bool = False
+    by_lanes: bool = False
 
 
 @dataclass(frozen=True)

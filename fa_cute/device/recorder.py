@@ -154,7 +154,13 @@ class Recorder:
             if ring.freed and empties is None:
                 empties = 4 * self.topology.role(ring.consumer).warpgroups
             rings[ring.name] = protocol.RingTable(
-                ring.stages, ring.tx_bytes, ring.fills, empties or 0, ring.freed, ring.paired
+                ring.stages,
+                ring.tx_bytes,
+                ring.fills,
+                empties or 0,
+                ring.freed,
+                ring.paired,
+                ring.by_lanes,
             )
         body, ctas = self.freeze(self.root), self.topology.ctas
         return protocol.Program(body, rings, ctas * self.topology.threads // protocol.WARP, ctas)
@@ -404,8 +410,8 @@ def _ring_verbs(record: Recorder) -> Iterator[tuple[Any, str, Callable]]:
         return slot
 
     def recorded_release(slot: Slot, *commit: Any) -> None:
+        release(slot, *commit)  # which may fence before it arrives
         record.add(Arrive(held[id(slot)].number, "empty", bool(commit)))
-        release(slot, *commit)
 
     yield Ring, "fill", recorded_fill
     yield Ring, "take", recorded_take

@@ -64,16 +64,19 @@ class Slot:
         empty: Any,
         *,
         read_by_lanes: bool = False,
+        refilled_by_tma: bool = False,
         paired: bool = False,
     ):
         self.index, self.barrier = index, barrier
         self._empty, self._read_by_lanes, self.released = empty, read_by_lanes, False
-        self._paired = paired
+        self._refilled_by_tma, self._paired = refilled_by_tma, paired
 
     def release(self, arrive: Callable[[Any], None] | None = None) -> None:
         """This warp has read the slot: one lane arrives for it, or ``arrive`` does.
 
-        Reads by wgmma are over when its wait is. Reads by the lanes themselves are ordered here.
+        Reads by wgmma are over when its wait is. Reads by the lanes themselves are ordered here:
+        ptxas lets their loads be under way when the warp arrives, so where TMA writes next (by the
+        async proxy) a fence holds the arrival back until they are done.
         """
         assert not self.released, "a slot was released twice; each is released exactly once"
         self.released = True
@@ -83,6 +86,8 @@ class Slot:
             arrive(self._empty)
             return
         if self._read_by_lanes:
+            if self._refilled_by_tma:
+                cute.arch.fence_proxy("async.shared", space="cta")
             cute.arch.sync_warp()
         with cute.arch.elect_one():
             _arrive(self._empty, self._paired)
@@ -187,8 +192,14 @@ class Ring:
         cute.arch.mbarrier_wait(self._at(full), self.phase)
         by_lanes = self.spec.noted or self.spec.by_lanes or not self.spec.tx_bytes
         freed = self._at(empty) if self.spec.freed else None
-        paired = self.spec.paired
-        slot = Slot(self.index, self._at(full), freed, read_by_lanes=by_lanes, paired=paired)
+        slot = Slot(
+            self.index,
+            self._at(full),
+            freed,
+            read_by_lanes=by_lanes,
+            refilled_by_tma=self.spec.by_lanes,
+            paired=self.spec.paired,
+        )
         self.slots.append(slot)
         self._advance()
         return slot
