@@ -195,21 +195,8 @@ class Plan:
         room -= 2 * c.tile_n * (self.width + self.width_v) * c.kv_stages
         words = -(-(64 + c.tile_n - 1) // 128) * 128 * c.consumers
         room -= 4 * words * sum(map(_diagonals, (self.score_mod, self.mask_mod)))
-        size = 4 if self._wide_bias else 2
+        size = 4 if self.score_mod.captured[self.bias].dtype == "float32" else 2
         return max(0, min(2, room // (c.tile_m * c.tile_n * size)))
-
-    @property
-    def seeks(self) -> bool:
-        """Whether every block's maximum is sought before its exponentials: with lse.
-
-        And beside a bias of fp32: where maxima were presumed there, 12 to 41 of 6,138 rows came out
-        wrong (D 256, 2,046 keys), which has not been explained.
-        """
-        return self.return_lse or self._wide_bias
-
-    @property
-    def _wide_bias(self) -> bool:
-        return self.bias is not None and self.score_mod.captured[self.bias].dtype == "float32"
 
     @property
     def few_queries(self) -> bool:

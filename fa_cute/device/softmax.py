@@ -13,9 +13,8 @@ Per row, with c = scale x log2 e (log2 e alone after a score_mod), over the bloc
   block, and happens where scores rise by 44 (fp16: 9.7) above those of the blocks before.
 * The first block of a tile (``begin``) and those that bounds cut (``exponentiate``) seek their
   maximum before. So does every block of a kernel that gives lse, of which gradients are made (last
-  point but one), or has a bias of fp32 (``Plan.seeks``). A row that has seen nothing keeps m =
-  -inf; the exponent then uses a finite number in its place, locally, so that its exp2 is 0 and the
-  stored maximum stays -inf for the next block.
+  point but one). A row that has seen nothing keeps m = -inf; the exponent then uses a finite number
+  in its place, locally, so that its exp2 is 0 and the stored maximum stays -inf for the next block.
 * A row's bits depend on that row alone: in a warp that raises, rows that held keep m.
 * Where mods hide keys, which hidden blocks are left out must change no bit. There a row's m begins
   as its maximum of the first block in which it sees something, sought where a row of the warp has
