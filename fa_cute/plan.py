@@ -199,6 +199,11 @@ class Plan:
         return max(0, min(2, room // (c.tile_m * c.tile_n * size)))
 
     @property
+    def seeks(self) -> bool:
+        """Whether every block's maximum is sought before its exponentials: with lse."""
+        return self.return_lse
+
+    @property
     def few_queries(self) -> bool:
         """Whether query heads share tiles, as suits a short Sq."""
         return getattr(self.config, "packed", False)

@@ -395,7 +395,7 @@ class FwdSm90:
         k.release()
         self.modify(body, blocks, s, block, True)
         self.free(body, bias, False)
-        softmax.begin(s, f.p, state, self.exponent(body), sought=self.plan.return_lse)
+        softmax.begin(s, f.p, state, self.exponent(body), sought=self.plan.seeks)
         if const_expr(self.walk.noted):
             rings = self.follow(body, rings, walk - 1, whole)
         else:
@@ -462,7 +462,7 @@ class FwdSm90:
 
     def seeks(self, edge: bool) -> bool:
         """Whether a block's maximum is sought first: ``device/softmax.py`` says where and why."""
-        return self.plan.return_lse or (edge and not self.walk.hides)
+        return self.plan.seeks or (edge and not self.walk.hides)
 
     def sought(self, body: Sweep, s: cute.Tensor, v: Any) -> None:
         """P of a block under its own maximum; O rescaled to it."""
