@@ -68,7 +68,7 @@ class _NoOverlap(FwdSm90):
         if const_expr(self.seeks(needs[0])):
             self.sought(body, s, v)
         else:
-            self.presumed(body, s, v, needs[0] or body.mods.mask is not None, None)
+            self.presumed(body, s, v, None)
         return rings, None
 
 

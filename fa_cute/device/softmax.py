@@ -17,9 +17,10 @@ Per row, with c = scale x log2 e (log2 e alone after a score_mod), over the bloc
   in its place, locally, so that its exp2 is 0 and the stored maximum stays -inf for the next block.
 * A row's bits depend on that row alone: in a warp that raises, rows that held keep m.
 * Where mods hide keys, which hidden blocks are left out must change no bit. There a row's m begins
-  as its maximum of the first block in which it sees something, sought where a row of the warp has
-  seen nothing (``begin``, ``seek_if_empty``) or raised, and all blocks sum in one order; after that
-  a block that it does not see adds zeros.
+  as its maximum of the first block in which it sees something, sought (``begin``) or raised, and
+  all blocks sum in one order; after that a block that it does not see adds zeros. Asking in each
+  masked block whether a row has seen nothing yet, to seek there, parts the mask from the
+  exponentials that it could pass under.
 * P of the largest score is 1 only if m is that score. Else it is rounded like every other, so where
   one key has nearly all the weight the output is off by up to 2^-9 more, relative (bf16). Through
   rowsum(O dO) that error would reach every gradient of the row.
@@ -148,13 +149,6 @@ def seek(s: cute.Tensor, state: RowState) -> None:
         before = state.maximum[r]
         top = _across_quad(top, cute.arch.fmax)
         state.maximum[r] = cutlass.select_(before == -Float32.inf, top, before)
-
-
-def seek_if_empty(s: cute.Tensor, state: RowState) -> None:
-    """``seek``, where a row of the warp has seen nothing."""
-    least = cute.arch.fmin(state.maximum[0], state.maximum[1])
-    with emit.where(cute.arch.vote_any_sync(least == -Float32.inf)):
-        seek(s, state)
 
 
 def presume(

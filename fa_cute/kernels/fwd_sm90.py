@@ -457,7 +457,7 @@ class FwdSm90:
         if const_expr(self.seeks(edge)):
             self.sought(body, s, v)
         else:
-            self.presumed(body, s, v, edge or mods.mask is not None, line)
+            self.presumed(body, s, v, line)
         return rings, whole
 
     def seeks(self, edge: bool) -> bool:
@@ -475,14 +475,12 @@ class FwdSm90:
         softmax.rescale(mma_sm90.rows_and_columns(f.o), state)
         softmax.add_up(s_view, state)
 
-    def presumed(self, body: Sweep, s: cute.Tensor, v: Any, hidden: bool, line: Any) -> None:
+    def presumed(self, body: Sweep, s: cute.Tensor, v: Any, line: Any) -> None:
         """P under the maximum of the blocks before, unless its sums tell otherwise."""
         f, state, c = body.f, body.state, self.exponent(body)
         warpgroup.wait_group(0)  # P overwrites what the last P V reads
         v.release()
-        if hidden:  # here rows may have seen nothing before, and often
-            softmax.seek_if_empty(s, state)
-        softmax.presume(s, f.p, state, c, sought=hidden, line=line)
+        softmax.presume(s, f.p, state, c, line=line)
         softmax.settle(s, f.p, mma_sm90.rows_and_columns(f.o), state, c, line)
 
     def reader(self, x: Operands, buffers: Buffers, work: Work) -> Reader | None:
