@@ -16,7 +16,8 @@ from cutlass import Int32, Int64, const_expr
 
 from fa_cute.device import bulk, turns, vectors
 from fa_cute.device.key_walk import KeyWalk
-from fa_cute.device.scheduler import Place
+from fa_cute.device.products import Buffers
+from fa_cute.device.scheduler import Place, told
 from fa_cute.device.topology import WARPGROUP, RingSpec
 from fa_cute.plan import Plan
 
@@ -45,8 +46,16 @@ class DqSums:
         vectors.add_parts(sums, (part, WARPGROUP, work.thread), dq)
 
     @cute.jit
-    def add(self, x: Any, rings, dq: cute.Tensor, place: Place):
-        """Add what is handed on, block after block, in turn if the plan says so."""
+    def add(self, x: Any, rings, buffers: Buffers):
+        """Add what is handed on, tile after tile, in turn if the plan says so."""
+        tile, place = self.walk.first(x)
+        while tile < x.tiles.count:
+            rings = self._add(x, rings, buffers.dq, place)
+            with rings.next.drain():
+                tile, place = told(buffers.next)
+
+    @cute.jit
+    def _add(self, x: Any, rings, dq: cute.Tensor, place: Place):
         size = 4 * self.config.tile_q * self.plan.width
         for i in cutlass.range(self.plan.gqa_ratio, unroll=1):
             own = place._replace(head=place.head * self.plan.gqa_ratio + i)
@@ -63,10 +72,19 @@ class DqSums:
                 if const_expr(self.plan.in_turn):
                     turn.release()
                     turns.give(counters(x, own) + block)
+        return rings
 
     @cute.jit
-    def await_turns(self, x: Any, rings, place: Place):
+    def await_turns(self, x: Any, rings, buffers: Buffers):
         """Wait, for block after block, until the tiles of keys before this one have added to it."""
+        tile, place = self.walk.first(x)
+        while tile < x.tiles.count:
+            rings = self._await_turns(x, rings, place)
+            with rings.next.drain():
+                tile, place = told(buffers.next)
+
+    @cute.jit
+    def _await_turns(self, x: Any, rings, place: Place):
         for i in cutlass.range(self.plan.gqa_ratio, unroll=1):
             own = place._replace(head=place.head * self.plan.gqa_ratio + i)
             visits = self.walk.visits(x, own)
@@ -75,6 +93,7 @@ class DqSums:
                 block = self.walk.following(visits, j, block).block
                 with rings.turn.fill():
                     turns.wait(counters(x, own) + block, self.walk.turn(x, own, visits, j, block))
+        return rings
 
 
 def in_bulk(plan: Plan) -> bool:

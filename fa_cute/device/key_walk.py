@@ -61,6 +61,11 @@ class KeyWalk:
         # Under causal, and as far as is known under a mask, most queries see the first keys.
         return place._replace(block=x.tiles.blocks - 1 - place.block) if self.cut else place
 
+    def first(self, x: Any) -> tuple[Int32, Place]:
+        """The number and the place of the CTA's first tile."""
+        number = Int32(cute.arch.block_idx()[0])
+        return number, self.place(x, number)
+
     def spans(self, x: Any, place: Place) -> QSpans:
         """The blocks that causal and the window leave a tile."""
         c = self.config

@@ -25,7 +25,7 @@ class Buffers(NamedTuple):
 
     ``dq``: (4, threads, vectors, consumers) fp32, in the order of its sums, or None.
     ``scratch``: 32-bit words of the mods' diagonals, one part a consumer warpgroup, or None.
-    ``notes``: the visits' words (stages,), or None.
+    ``notes``: the visits' words (stages,), or None. ``next``: a header (words,).
     """
 
     k: cute.Tensor
@@ -39,6 +39,7 @@ class Buffers(NamedTuple):
     dq: cute.Tensor | None = None
     scratch: Any = None
     notes: cute.Tensor | None = None
+    next: cute.Tensor | None = None
 
 
 class Mmas(NamedTuple):

@@ -112,6 +112,11 @@ def draw(tiles: Tiles, counter: cute.Tensor, asked: Int32, header: cute.Tensor) 
     return cute.arch.shuffle_sync(asked, 0) + ctas
 
 
+def told(header: cute.Tensor) -> tuple[Int32, Place]:
+    """The tile that the ``header`` (words,) names, and its place."""
+    return header[0], Place.told(header)
+
+
 def tell(header: cute.Tensor, first: int, words: tuple) -> None:
     """Lane 0 writes ``words`` into a header for the consumers, from word ``first`` on."""
     with emit.where(cute.arch.lane_idx() == 0):

@@ -60,7 +60,7 @@ from fa_cute.device.key_walk import KeyWalk
 from fa_cute.device.modifiers import Mods
 from fa_cute.device.operand import Reuse, TmaOperand, loader, row_loader, tma_operand
 from fa_cute.device.products import Buffers, Fragments, Mmas, Products
-from fa_cute.device.scheduler import Place, Tiles
+from fa_cute.device.scheduler import BLOCK, HEADER, Place, Tiles, ask, draw, tell, told
 from fa_cute.device.topology import WARPGROUP, RingSpec, Role, Topology
 from fa_cute.device.visits import Visit
 from fa_cute.plan import SHARED_MEMORY_LIMIT, BwdIo, Extra, Launch, Plan
@@ -79,9 +79,10 @@ def topology(plan: Plan) -> Topology:
     do_bytes = c.tile_q * (plan.width_v * 2 + 4)
     noted = plan.visits != "bounds"
     of_dq = dq_sums.rings(plan)
+    readers = 4 * c.consumers + len(of_dq)
     return Topology(
         roles=(
-            Role("load", 1, c.producer_registers, 1 + len(of_dq), "TMA; adds dQ"),
+            Role("load", 1, c.producer_registers, 1 + len(of_dq), "draws tiles; TMA; adds dQ"),
             Role("math", c.consumers, c.consumer_registers, 4, "wgmma, P, dS, dQ, stores"),
         ),
         rings=(
@@ -91,6 +92,7 @@ def topology(plan: Plan) -> Topology:
                 "q", c.stages, q_bytes, "load", "math", "and shift; freed when dK is there", noted
             ),
             RingSpec("do", c.stages, do_bytes, "load", "math", "and delta; freed when dV is there"),
+            RingSpec("next", 1, 0, "load", "math", "the tile's header", empties=readers),
             *of_dq,
         ),
     )
@@ -119,6 +121,7 @@ class Operands:
     mmas: Mmas
     layouts: tuple
     tiles: Tiles
+    counter: cute.Tensor
     bounds: Bounds
     scale: Float32
     extra: Extra | None
@@ -197,12 +200,13 @@ class BwdSm90:
             mmas=self.products.mmas(),
             layouts=layouts,
             tiles=self.walk.number(io),
+            counter=launch.counter,
             bounds=bounds_of(plan, (io.q.shape[1], io.k.shape[1]), launch),
             scale=launch.scale,
             extra=extra,
         )
         self.kernel(operands).launch(
-            grid=[operands.tiles.count, 1, 1],
+            grid=[cutlass.min(operands.tiles.count, launch.sm_count), 1, 1],
             block=[self.topology.threads, 1, 1],
             stream=stream,
             min_blocks_per_mp=1,
@@ -215,28 +219,27 @@ class BwdSm90:
         if warp == 0:
             self.topology.initialise(storage)
         cute.arch.sync_threads()
-        place = self.walk.place(x, Int32(cute.arch.block_idx()[0]))
         if warp < 4:
             cute.arch.setmaxregister_decrease(self.topology.role("load").registers)
             if warp == 0:
-                rings = self.topology.rings_from(storage, **dict.fromkeys(LOADED, "producer"))
-                self.load(x, rings, buffers, place)
+                filled = dict.fromkeys((*LOADED, "next"), "producer")
+                self.load(x, self.topology.rings_from(storage, **filled), buffers)
             if const_expr(self.bulk):
                 if warp == 1:
-                    sides = {"turn": "consumer"} if const_expr(self.plan.in_turn) else {}
-                    rings = self.topology.rings_from(storage, dq="consumer", **sides)
-                    self.sums.add(x, rings, buffers.dq, place)
+                    read = ("next", "dq", "turn")[: 2 + self.plan.in_turn]
+                    sides = dict.fromkeys(read, "consumer")
+                    self.sums.add(x, self.topology.rings_from(storage, **sides), buffers)
             if const_expr(self.plan.in_turn):
                 if warp == 2:
-                    rings = self.topology.rings_from(storage, turn="producer")
-                    self.sums.await_turns(x, rings, place)
+                    sides = {"next": "consumer", "turn": "producer"}
+                    self.sums.await_turns(x, self.topology.rings_from(storage, **sides), buffers)
         else:
             cute.arch.setmaxregister_increase(self.topology.role("math").registers)
-            self.math(x, self.rings_of_math(storage), buffers, place)
+            self.math(x, self.rings_of_math(storage), buffers)
 
     def rings_of_math(self, storage: Any) -> Any:
         """The rings of the consumers; of dQ they are the producers."""
-        sides = dict.fromkeys(LOADED, "consumer") | ({"dq": "producer"} if self.bulk else {})
+        sides = dict.fromkeys((*LOADED, "next"), "consumer") | ({"dq": "producer"} if self.bulk else {})
         return self.topology.rings_from(storage, **sides)
 
     def allocate(self, x: Operands) -> tuple[Any, Buffers]:
@@ -255,7 +258,9 @@ class BwdSm90:
         words = sum(self.scratch_words)
         if words:
             sizes["scratch"] = (Int32, words * c.consumers)
-        storage = cutlass.memory.SmemAllocator().allocate(self.topology.storage(sizes, ("notes",)))
+        sizes["next"] = (Int32, len(HEADER))
+        words_alone = ("notes", "next")
+        storage = cutlass.memory.SmemAllocator().allocate(self.topology.storage(sizes, words_alone))
         tiles = [
             getattr(storage, name).get_tensor(layout.outer, swizzle=layout.inner)
             for name, layout in zip(names, x.layouts, strict=True)
@@ -265,72 +270,91 @@ class BwdSm90:
         dq = storage.dq.get_tensor(self.sums.layout()) if self.bulk else None
         scratch = storage.scratch.data_ptr() if words else None
         notes = storage.notes.get_tensor(cute.make_layout(c.stages)) if self.walk.noted else None
-        return storage, Buffers(*tiles[:5], *rows, tiles[5] if c.wide else None, dq, scratch, notes)
+        header = storage.next.get_tensor(cute.make_layout(len(HEADER)))
+        p = tiles[5] if c.wide else None
+        return storage, Buffers(*tiles[:5], *rows, p, dq, scratch, notes, next=header)
 
     @cute.jit
-    def load(self, x: Operands, rings, buffers: Buffers, place: Place):
+    def load(self, x: Operands, rings, buffers: Buffers):
         for operand in (x.k, x.v, x.q, x.do):
             cpasync.prefetch_descriptor(operand.atom)
-        with rings.k.fill() as k:
-            loader(x.k, buffers.k, place.head, place.batch, Reuse.ONCE)(place.block, k)
-        with rings.v.fill() as v:
-            loader(x.v, buffers.v, place.head, place.batch, Reuse.ONCE)(place.block, v)
-        for i in cutlass.range(self.plan.gqa_ratio, unroll=1):
-            head = place.head * self.plan.gqa_ratio + i
-            load_q = loader(x.q, buffers.q, head, place.batch, Reuse.OFTEN)
-            load_do = loader(x.do, buffers.do, head, place.batch, Reuse.OFTEN)
-            load_shift = row_loader(x.io.shift[place.batch, head, None], buffers.shift)
-            load_delta = row_loader(x.io.delta[place.batch, head, None], buffers.delta)
-            visits = self.walk.visits(x, place._replace(head=head))
-            block = self.walk.spans(x, place).end
-            for j in cutlass.range(visits.count, unroll=1):
-                visit = self.walk.following(visits, j, block)
-                block = visit.block
-                note = (buffers.notes, visit.word()) if const_expr(self.walk.noted) else None
-                with rings.q.fill(note) as q:
-                    load_q(block, q)
-                    load_shift(block, q)
-                with rings.do.fill() as do:
-                    load_do(block, do)
-                    load_delta(block, do)
+        tile, place = self.walk.first(x)
+        while tile < x.tiles.count:
+            with rings.k.fill() as k:
+                loader(x.k, buffers.k, place.head, place.batch, Reuse.ONCE)(place.block, k)
+            with rings.v.fill() as v:
+                loader(x.v, buffers.v, place.head, place.batch, Reuse.ONCE)(place.block, v)
+            for i in cutlass.range(self.plan.gqa_ratio, unroll=1):
+                head = place.head * self.plan.gqa_ratio + i
+                load_q = loader(x.q, buffers.q, head, place.batch, Reuse.OFTEN)
+                load_do = loader(x.do, buffers.do, head, place.batch, Reuse.OFTEN)
+                load_shift = row_loader(x.io.shift[place.batch, head, None], buffers.shift)
+                load_delta = row_loader(x.io.delta[place.batch, head, None], buffers.delta)
+                visits = self.walk.visits(x, place._replace(head=head))
+                block = self.walk.spans(x, place).end
+                for j in cutlass.range(visits.count, unroll=1):
+                    visit = self.walk.following(visits, j, block)
+                    block = visit.block
+                    note = (buffers.notes, visit.word()) if const_expr(self.walk.noted) else None
+                    with rings.q.fill(note) as q:
+                        load_q(block, q)
+                        load_shift(block, q)
+                    with rings.do.fill() as do:
+                        load_do(block, do)
+                        load_delta(block, do)
+            asked = ask(x.counter)
+            with rings.next.fill():
+                tile = draw(x.tiles, x.counter, asked, buffers.next)
+                place = self.walk.place(x, tile)
+                tell(buffers.next, BLOCK, place)
 
     @cute.jit
-    def math(self, x: Operands, rings, buffers: Buffers, place: Place):
+    def math(self, x: Operands, rings, buffers: Buffers):
         thread = cute.arch.thread_idx()[0] % WARPGROUP
         group = cute.arch.make_warp_uniform(cute.arch.warp_idx()) // 4 - 1
+        f = self.products.fragments(x.mmas, buffers, group)
+        mods = self.modifiers(x, buffers, group)
+        c = Float32((mods.score.gain if mods.score else x.scale) * softmax.LOG2_E)
+        tile, place = self.walk.first(x)
+        while tile < x.tiles.count:
+            work, first_key = self.work(place, group, thread)
+            spans = self.walk.spans(x, place)
+            limit = mask.limits_of_keys(x.bounds, work.key, work.column)
+            f.dk.fill(0.0)
+            f.dv.fill(0.0)
+            # Once a tile, as the header: one state in registers for the three rings.
+            k, v = rings.k.beside(rings.next).take(), rings.v.beside(rings.next).take()
+            for i in cutlass.range(self.plan.gqa_ratio, unroll=1):
+                head = place.head * self.plan.gqa_ratio + i
+                rows = modifiers.enter(mods, (place.batch, head), first_key)
+                body = Sweep(x, buffers, f, limit, rows, work, head, c)
+                if const_expr(self.walk.noted):
+                    count = self.walk.visits(x, place._replace(head=head)).count
+                    rings = self.sweep(body, rings, Int32(0), count, None)
+                else:
+                    if const_expr(x.bounds.left is not None or self.walk.modified):
+                        rings = self.sweep(body, rings, spans.middle_end, spans.end, True)
+                    rings = self.sweep(body, rings, spans.middle_begin, spans.middle_end, False)
+                    rings = self.sweep(body, rings, spans.begin, spans.middle_begin, True)
+                modifiers.leave(rows)
+            # The next K and V are loaded while dK and dV are stored.
+            k.release()
+            v.release()
+            if const_expr(self.plan.gradients[1]):
+                self.store(x, work, f)
+            with rings.next.drain():
+                tile, place = told(buffers.next)
+
+    def work(self, place: Place, group: Int32, thread: Int32) -> tuple[Work, Int32]:
+        """A consumer's share of the tile at ``place``, and the first key of its warpgroup."""
         first_key, first_query = place.block * self.config.tile_kv, Int32(0)
-        if const_expr(self.config.wide):
+        if self.config.wide:
             first_query = group * self.config.own_queries
         else:
             first_key = first_key + group * mma_sm90.ROWS
         key = first_key + mma_sm90.row_of(thread)
         column = first_query + 2 * (thread % 4)
-        work = Work(place, group, thread, key, column, first_query)
-        spans = self.walk.spans(x, place)
-        limit = mask.limits_of_keys(x.bounds, key, column)
-        f = self.products.fragments(x.mmas, buffers, group)
-        f.dk.fill(0.0)
-        f.dv.fill(0.0)
-        mods = self.modifiers(x, buffers, group)
-        c = Float32((mods.score.gain if mods.score else x.scale) * softmax.LOG2_E)
-        k, v = rings.k.take(), rings.v.take()
-        for i in cutlass.range(self.plan.gqa_ratio, unroll=1):
-            head = place.head * self.plan.gqa_ratio + i
-            rows = modifiers.enter(mods, (place.batch, head), first_key)
-            body = Sweep(x, buffers, f, limit, rows, work, head, c)
-            if const_expr(self.walk.noted):
-                count = self.walk.visits(x, place._replace(head=head)).count
-                rings = self.sweep(body, rings, Int32(0), count, None)
-            else:
-                if const_expr(x.bounds.left is not None or self.walk.modified):
-                    rings = self.sweep(body, rings, spans.middle_end, spans.end, True)
-                rings = self.sweep(body, rings, spans.middle_begin, spans.middle_end, False)
-                rings = self.sweep(body, rings, spans.begin, spans.middle_begin, True)
-            modifiers.leave(rows)
-        k.release()
-        v.release()
-        if const_expr(self.plan.gradients[1]):
-            self.store(x, work, f)
+        return Work(place, group, thread, key, column, first_query), first_key
 
     def modifiers(self, x: Operands, buffers: Buffers, group: Int32) -> Mods:
         """The plan's mods for this warpgroup, with its part of the scratch and its own barrier."""
