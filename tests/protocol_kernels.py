@@ -56,15 +56,14 @@ def recorded(plan: Plan) -> Recorded:
 
 
 def scenarios(plan: Plan, count: int, seed: int = 0) -> list:
-    """Small trip counts: tiles of the forward (some see nothing), one tile of the backward."""
+    """Small trip counts: tiles of queries or, of the backward, of keys; some see nothing."""
     from fa_cute.device.protocol import Scenario
 
     rng, found = random.Random(seed), []
-    if plan.direction == BACKWARD:
-        return [Scenario((_queries(rng, plan),)) for _ in range(count)]
+    spans = _queries if plan.direction == BACKWARD else _keys
     for i in range(count):
         tiles = 1 + i % 4
-        found.append(Scenario(tuple(_keys(rng, plan) for _ in range(tiles))))
+        found.append(Scenario(tuple(spans(rng, plan) for _ in range(tiles))))
     return found
 
 
