@@ -312,7 +312,6 @@ class BwdSm90:
     def math(self, x: Operands, rings, buffers: Buffers):
         thread = cute.arch.thread_idx()[0] % WARPGROUP
         group = cute.arch.make_warp_uniform(cute.arch.warp_idx()) // 4 - 1
-        f = self.products.fragments(x.mmas, buffers, group)
         mods = self.modifiers(x, buffers, group)
         c = Float32((mods.score.gain if mods.score else x.scale) * softmax.LOG2_E)
         tile, place = self.walk.first(x)
@@ -320,6 +319,7 @@ class BwdSm90:
             work, first_key = self.work(place, group, thread)
             spans = self.walk.spans(x, place)
             limit = mask.limits_of_keys(x.bounds, work.key, work.column)
+            f = self.products.fragments(x.mmas, buffers, group)
             f.dk.fill(0.0)
             f.dv.fill(0.0)
             # Once a tile, as the header: one state in registers for the three rings.
