@@ -45,8 +45,10 @@ class KeyWalk:
     def number(self, io: BwdIo) -> Tiles:
         """The numbering of tiles."""
         batch, seqlen_k, heads = (io.k.shape[i] for i in range(3))
-        head_bytes = io.q.shape[1] * (2 * (self.plan.head_dim + self.plan.head_dim_v))
-        section = section_of(head_bytes * self.plan.gqa_ratio, 1)
+        # Q, dO and the sums of dQ of a section in 16 MB: d128 S1k causal, 325 TFLOP/s by Q and dO
+        # alone (64 heads), 354 with dQ in 32 MB (32 heads), 366 so (16); S8k 615, 610, 610.
+        row_bytes = 2 * (self.plan.head_dim + self.plan.head_dim_v) + 4 * self.plan.width
+        section = section_of(2 * row_bytes * io.q.shape[1] * self.plan.gqa_ratio, 1)
         if self.sorted:
             # A few tiles may be far longer than the rest: those of all heads come first.
             section = heads * batch

@@ -1,4 +1,4 @@
-"""Attention backward on Hopper: dK and dV of one tile of keys a CTA, dQ added up in memory.
+"""Attention backward on Hopper: dK and dV of a tile of keys in registers, dQ added up in memory.
 
 Every block of queries that sees the tile is visited once. Scores are held transposed: S^T = K Q^T
 and dP^T = V dO^T have keys as rows, 64 a consumer warpgroup, so that P^T and dS^T are the register
@@ -6,10 +6,13 @@ operands of dV += P^T dO and dK += dS^T Q. Only dS passes through shared memory,
 
     P = exp2(c S + shift)      dS = P (dP - delta) mod'(S)      shift, delta: bwd_preprocess.py
 
-    load       K Q0 V dO0 Q1 dO1 Q2 ...
+    load       K V Q0 dO0 Q1 dO1 Q2 ... next
     consumers  [S] exp [dP dV] dS, write | [dQ dK] dQ to shared memory ... the next block
     d64        [S dP] exp, dS [dV] write |         every consumer's part of dS is there
     add dQ                                                             [reduction]
+
+A CTA an SM draws one tile of keys after another: the next K and V are loaded while dK and dV are
+stored.
 
 Roles and rings are the tables of ``topology`` below; besides them:
 
@@ -26,7 +29,7 @@ room (wide) or this is faster (d64). Query heads of a key head follow each other
 and dV are sums in registers.
 
 Deterministic: a block of queries counts the tiles of keys that have added to it; each waits for
-those of lower keys, whose CTAs come before it in the grid and so already run: none waits for ever.
+those of lower keys, which were drawn before it and run or are done: none waits for ever.
 Blocks are visited from the last to the first, so that under a causal bound tile n is at each block
 one step, not two, behind tile n - 1. One warp waits for turns, up to two blocks ahead, the one that
 adds gives them on when the L2 has the block: their round trips pass beside the consumers' work.
@@ -149,7 +152,6 @@ class Sweep:
     x: Operands
     buffers: Buffers
     f: Fragments
-    limit: mask.Limits
     mods: Mods
     work: Work
     head: Int32
@@ -239,7 +241,9 @@ class BwdSm90:
 
     def rings_of_math(self, storage: Any) -> Any:
         """The rings of the consumers; of dQ they are the producers."""
-        sides = dict.fromkeys((*LOADED, "next"), "consumer") | ({"dq": "producer"} if self.bulk else {})
+        sides = dict.fromkeys((*LOADED, "next"), "consumer")
+        if self.bulk:
+            sides["dq"] = "producer"
         return self.topology.rings_from(storage, **sides)
 
     def allocate(self, x: Operands) -> tuple[Any, Buffers]:
@@ -318,7 +322,6 @@ class BwdSm90:
         while tile < x.tiles.count:
             work, first_key = self.work(place, group, thread)
             spans = self.walk.spans(x, place)
-            limit = mask.limits_of_keys(x.bounds, work.key, work.column)
             f = self.products.fragments(x.mmas, buffers, group)
             f.dk.fill(0.0)
             f.dv.fill(0.0)
@@ -327,7 +330,7 @@ class BwdSm90:
             for i in cutlass.range(self.plan.gqa_ratio, unroll=1):
                 head = place.head * self.plan.gqa_ratio + i
                 rows = modifiers.enter(mods, (place.batch, head), first_key)
-                body = Sweep(x, buffers, f, limit, rows, work, head, c)
+                body = Sweep(x, buffers, f, rows, work, head, c)
                 if const_expr(self.walk.noted):
                     count = self.walk.visits(x, place._replace(head=head)).count
                     rings = self.sweep(body, rings, Int32(0), count, None)
@@ -373,6 +376,9 @@ class BwdSm90:
         None: so many blocks, and Q's note says which each is and what it needs.
         """
         f, (of_q, of_kv) = body.f, self.plan.gradients
+        limit = None
+        if const_expr(edge is not False):
+            limit = mask.limits_of_keys(body.x.bounds, body.work.key, body.work.column)
         for i in cutlass.range(end - begin, unroll=1):
             do_ring = rings.do.beside(rings.q) if const_expr(self.tight) else rings.do
             q = rings.q.take()
@@ -389,9 +395,9 @@ class BwdSm90:
             blocks = modifiers.enter_block(always, first)
             warpgroup.wait_group(1 if self.early else 0)
             s_view = mma_sm90.rows_and_columns(s)
-            slopes = self.modify(body, blocks, s_view, block, edge)
+            slopes = self.modify(body, blocks, s_view, block, limit if edge else None)
             if const_expr(edge is None):
-                self.restrict(body, s_view, visit)
+                self.restrict(body, s_view, visit, limit)
             self.exponentiate(body, s_view, q)
             if const_expr(not self.late):
                 mma_sm90.convert(s, f.p)
@@ -434,28 +440,28 @@ class BwdSm90:
         return rings
 
     def modify(
-        self, body: Sweep, blocks: Mods, s: cute.Tensor, block: Int32, edge: bool
+        self, body: Sweep, blocks: Mods, s: cute.Tensor, block: Int32, limit: mask.Limits | None
     ) -> score.Slopes | None:
-        """score_mod, then the bounds where the block is an edge, then mask_mod, on S in place.
+        """score_mod, then the bounds where the block is an edge (``limit``), then mask_mod, on S.
 
         What is returned is the derivative of the score_mod, or None.
         """
         slopes = None
         if blocks.score is not None:
             slopes = blocks.score.differentiate(s)
-        if edge:
-            mask.apply(s, body.limit, block * self.config.tile_q)
+        if limit is not None:
+            mask.apply(s, limit, block * self.config.tile_q)
         if blocks.mask is not None:
             blocks.mask.hide(s)
         return slopes
 
     @cute.jit
-    def restrict(self, body: Sweep, s: cute.Tensor, visit: Visit):
+    def restrict(self, body: Sweep, s: cute.Tensor, visit: Visit, limit: mask.Limits):
         """The bounds and mask_mod on S in place, unless the block is whole."""
         if visit.whole == 0:
             first = visit.block * self.config.tile_q + body.work.first_query
             blocks = modifiers.enter_block(body.mods._replace(score=None), first)
-            self.modify(body, blocks, s, visit.block, True)
+            self.modify(body, blocks, s, visit.block, limit)
 
     def exponentiate(self, body: Sweep, s: cute.Tensor, slot: Any) -> None:
         """S (2, columns) becomes P in place."""
@@ -510,10 +516,12 @@ class BwdSm90:
     def store(self, x: Operands, work: Work, f: Fragments) -> None:
         """Round dK, times the scale, and dV, and write them; keys past the last are not written."""
         place, rows = work.place, x.bounds.seqlen_k
+        # Kept over the main loop the key spilled 40 bytes at d64 (deterministic, a window).
+        again, _ = self.work(place, work.warpgroup, mma_sm90.thread_again())
         mma_sm90.multiply(f.dk, [x.scale] * mma_sm90.FRAGMENT_ROWS)
         for acc, target in ((f.dk, x.io.dk), (f.dv, x.io.dv)):
             rounded = cute.make_rmem_tensor(acc.layout, self.dtype)
             mma_sm90.convert(acc, rounded)
             g = target[place.batch, None, place.head, None]
             part = (work.warpgroup, self.config.consumers) if self.config.wide else None
-            epilogue.store_rows(rounded, g, work.key, rows, part)
+            epilogue.store_rows(rounded, g, again.key, rows, part)
