@@ -516,12 +516,15 @@ class BwdSm90:
     def store(self, x: Operands, work: Work, f: Fragments) -> None:
         """Round dK, times the scale, and dV, and write them; keys past the last are not written."""
         place, rows = work.place, x.bounds.seqlen_k
-        # Kept over the main loop the key spilled 40 bytes at d64 (deterministic, a window).
-        again, _ = self.work(place, work.warpgroup, mma_sm90.thread_again())
+        key = work.key
+        if const_expr(self.bulk):
+            # Kept over the main loop it spilled 40 bytes at d64 under a window, but made again 16
+            # where dQ is added from registers.
+            key = self.work(place, work.warpgroup, mma_sm90.thread_again())[0].key
         mma_sm90.multiply(f.dk, [x.scale] * mma_sm90.FRAGMENT_ROWS)
         for acc, target in ((f.dk, x.io.dk), (f.dv, x.io.dv)):
             rounded = cute.make_rmem_tensor(acc.layout, self.dtype)
             mma_sm90.convert(acc, rounded)
             g = target[place.batch, None, place.head, None]
             part = (work.warpgroup, self.config.consumers) if self.config.wide else None
-            epilogue.store_rows(rounded, g, again.key, rows, part)
+            epilogue.store_rows(rounded, g, key, rows, part)
