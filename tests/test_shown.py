@@ -54,6 +54,22 @@ def test_what_is_hidden(name: str) -> None:
     assert len(found.ranges) == count and all(found.exact)
 
 
+@pytest.mark.parametrize("hides", [True, False])
+def test_each_node_is_looked_at_once(hides: bool) -> None:
+    """800 sums of a value with itself, and as many choices: neither 2**800 walks nor as deep."""
+
+    def mod(s, b, h, q, kv):
+        x = torch.where(q >= kv, s, -INF) if hides else s
+        for i in range(800):
+            x = torch.where(q > 7 * i, x, x + 1.0) if i % 2 else x + x
+        return x
+
+    graph = shown(trace_score_mod(mod).graph)
+    assert (graph is not None) == hides
+    if hides:
+        assert len(ranges_of(graph).ranges) == 1
+
+
 @pytest.mark.parametrize("name", SHOWING)
 def test_what_hides_nothing_for_sure(name: str) -> None:
     assert shown(trace_score_mod(SHOWING[name]).graph) is None

@@ -29,7 +29,7 @@ def shown(graph: Graph) -> Graph | None:
     Captured tensors and scalars keep their places. None: nothing is hidden for sure.
     """
     finder = _Finder(graph)
-    result = finder.seen(graph.result)
+    result = finder.result(graph.result)
     if isinstance(result, bool):
         return None
     return Graph(tuple(finder.nodes), result, graph.captured, graph.scalars)
@@ -41,25 +41,48 @@ class _Finder:
     def __init__(self, graph: Graph) -> None:
         self.nodes = list(graph.nodes)
         self.reads = graph.dependence()
+        self.seen: dict[int, int | bool] = {}
 
-    def seen(self, at: int) -> int | bool:
-        """Where node ``at``, a float, is not -inf."""
+    def result(self, at: int) -> int | bool:
+        """Where node ``at``, a float, is not -inf.
+
+        Each node is looked at once, arguments first: 24 times ``x + x`` would be 2**24 walks, and
+        a mod of 600 nodes too deep to recurse.
+        """
+        wanted = {at}
+        for node in range(at, -1, -1):
+            if node in wanted:
+                wanted.update(self._sources(node))
+        for node in sorted(wanted):
+            self.seen[node] = self._seen(node)
+        return self.seen[at]
+
+    def _sources(self, at: int) -> tuple[int, ...]:
+        """The operands of node ``at`` whose -inf can make it -inf."""
         node = self.nodes[at]
+        if node.op == "where" and "score" not in self.reads[node.args[0]]:
+            return node.args[1:]
+        if node.op in _PASSING:
+            return node.args
+        return node.args[:1] if node.op in _FIRST else ()
+
+    def _seen(self, at: int) -> int | bool:
+        node, sources = self.nodes[at], [self.seen[source] for source in self._sources(at)]
         if node.op == "const":
             return node.attr != -math.inf
-        if node.op == "where" and "score" not in self.reads[node.args[0]]:
-            condition, *branches = node.args
-            first, second = (self.seen(branch) for branch in branches)
-            if first is second:  # both True, or both False
-                return first
-            return self._or(self._and(condition, first), self._and(self._not(condition), second))
-        if node.op in _PASSING:
-            return self._and(*(self.seen(arg) for arg in node.args))
-        return self.seen(node.args[0]) if node.op in _FIRST else True
+        if node.op != "where" or not sources:
+            return functools.reduce(self._and, sources, True)
+        first, second = sources
+        if first is second:  # both True, both False, or one node's
+            return first
+        condition = node.args[0]
+        return self._or(self._and(condition, first), self._and(self._not(condition), second))
 
     def _and(self, a: int | bool, b: int | bool) -> int | bool:
         if a is False or b is False:
             return False
+        if a is b:  # of one node, in x + x
+            return a
         if a is True or b is True:
             return b if a is True else a
         return self._made("and", a, b)
