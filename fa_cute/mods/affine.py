@@ -90,7 +90,8 @@ def input_graphs(graph: Graph) -> tuple[Graph, ...]:
 @dataclass
 class _Finder:
     graph: Graph
-    terms: list[Term] = field(default_factory=list)
+    # Terms to their numbers: looked up, not sought, which took seconds of 600 comparisons.
+    numbers: dict[Term, int] = field(default_factory=dict)
     spans: list[tuple[int, int]] = field(default_factory=list)
     inputs: list[int] = field(default_factory=list)
     # A node is looked at once for each sense: a chain of n choices would be walked 2**n times.
@@ -104,22 +105,21 @@ class _Finder:
             return args[0]
         if op in ("times", "floordiv") and value == 1:
             return args[0]
-        if new in self.terms:
-            return self.terms.index(new)
+        if new in self.numbers:
+            return self.numbers[new]
         ends = self._ends(new)
         if any(end not in _INT32 for end in ends):
             raise _NotRanges
         if args and ends[0] == ends[1] and op != "number":
             return self.number(ends[0])
-        self.terms.append(new)
         self.spans.append((min(ends), max(ends)))
-        return len(self.terms) - 1
+        return self.numbers.setdefault(new, len(self.numbers))
 
     def number(self, value: int) -> int:
         return self.term("number", value=value)
 
     def is_number(self, at: int, value: int) -> bool:
-        return self.terms[at] == Term("number", (), value)
+        return self.numbers.get(Term("number", (), value)) == at
 
     def _ends(self, new: Term) -> list[int]:
         given = [self.spans[arg] for arg in new.args]
@@ -251,11 +251,12 @@ class _Finder:
 
     def used_by(self, ranges: tuple[tuple[int, int], ...], exact: tuple[bool, ...]) -> Ranges:
         """``ranges`` with the terms and inputs they need only: a kernel computes every one."""
+        every = list(self.numbers)
         used = {end for pair in ranges for end in pair}
-        for at in reversed(range(len(self.terms))):
-            used.update(self.terms[at].args if at in used else ())
+        for at in reversed(range(len(every))):
+            used.update(every[at].args if at in used else ())
         moved = {at: new for new, at in enumerate(sorted(used))}
-        terms = [self.terms[at] for at in moved]
+        terms = [every[at] for at in moved]
         read = sorted({term.value for term in terms if term.op == "input"})
         terms = [
             term._replace(value=read.index(term.value))
