@@ -34,7 +34,10 @@ def test_windows_of_64(window: tuple[int | None, int | None]) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(
     "dims",
-    [(64, 64), (96, 96), (128, 128), (40, 72), (72, 72), (104, 104), (128, 96), (64, 32)],
+    [
+        *((64, 64), (96, 96), (128, 128), (192, 192), (192, 128), (256, 256)),
+        *((40, 72), (72, 72), (104, 104), (128, 96), (64, 32), (200, 200)),
+    ],
     ids=str,
 )
 def test_head_dims(dims: tuple[int, int], dtype: torch.dtype) -> None:
