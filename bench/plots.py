@@ -1,8 +1,9 @@
 """Pictures of result files: ``python -m bench.plots bench/results/*.json --into docs/images``.
 
 Bars a case for ``attention`` files, and curves by length and by head dim of the cases that differ
-in that alone; memory and error by length for ``figures`` files; seconds for ``compile-time`` files;
-losses for ``training`` files. Needs matplotlib (the ``bench`` extra).
+in that alone, which ``backward`` files have too; memory and error by length for ``figures`` files;
+seconds for ``compile-time`` files; losses for ``training`` files. Needs matplotlib (extra
+``bench``).
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ AXES = {
 COLOURS = {
     "ours": "#c0392b",
     "plain": "#e6a49c",
+    "deterministic": "#e6a49c",
     "fa3": "#2c6fbb",
     "fa4": "#6aa84f",
     "cudnn": "#8e7cc3",
@@ -78,6 +80,12 @@ def _attention(result: dict[str, Any]) -> list[tuple[str, Any]]:
         if curves:
             pictures.append((name, _curves(result, curves, label)))
     return pictures
+
+
+def _backward(result: dict[str, Any]) -> list[tuple[str, Any]]:
+    """The curves, of the backward alone."""
+    rows = [row for row in result["rows"] if row["pass"] == "backward"]
+    return _attention(result | {"rows": rows})[1:]
 
 
 def _bars(result: dict[str, Any], rows: list[dict[str, Any]]) -> Any:
@@ -215,6 +223,7 @@ def _pyplot() -> Any:
 
 KINDS = {
     "attention": _attention,
+    "backward": _backward,
     "figures": _figures,
     "figures-gradient": _figures,
     "compile-time": _compile_time,
