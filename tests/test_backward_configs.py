@@ -14,6 +14,7 @@ from fa_cute.host.backward import plans_of
 from fa_cute.host.compile import build
 from fa_cute.host.configs import BWD_SM90, bwd_sm90
 from fa_cute.mods.derivative import differentiate
+from fa_cute.mods.graph import Graph
 from fa_cute.mods.trace import trace_score_mod
 from fa_cute.plan import BwdConfig, Plan, padded, register_pool
 from variants.t5_relative_bias import t5_relative_bias
@@ -52,8 +53,8 @@ def shared_memory(config: BwdConfig, width: int, width_v: int) -> int:
 
 def test_every_head_dim_has_a_row() -> None:
     for dims in itertools.product(ALL_HEAD_DIMS, repeat=2):
-        for cut, modified in itertools.product((False, True), repeat=2):
-            config = bwd_sm90(*dims, cut=cut, modified=modified)
+        for cut, modified, heavy in itertools.product((False, True), repeat=3):
+            config = bwd_sm90(*dims, cut=cut, modified=modified, heavy=heavy)
             widths = (padded(d, 64 if config.wide else 32) for d in dims)
             assert shared_memory(config, *widths) + 2048 <= SHARED_MEMORY, dims
             registers = config.producer_registers + config.consumers * config.consumer_registers
@@ -84,6 +85,36 @@ def test_a_row_spills_nothing(row: configs.BwdRow, tmp_path: Path) -> None:
     resources = build(plans.main, tmp_path).resources
     assert resources.spill_bytes == 0 and resources.serialised == 0
     assert resources.shared_memory <= SHARED_MEMORY
+
+
+def learned_cap() -> Graph:
+    """Its derivative holds the factor of the cap and that of the score."""
+    cap = torch.tensor(12.0, requires_grad=True)
+    return trace_score_mod(lambda s, b, h, q, kv: cap * torch.tanh(s / cap)).graph
+
+
+def test_heavy_mods_have_a_row_of_their_own() -> None:
+    def config(graph: Graph, listed: tuple[int, int] | None = None) -> BwdConfig:
+        plan = replace(forward(128, 128, causal=True), score_mod=graph)
+        derivative = differentiate(graph, frozenset(range(len(graph.captured))))
+        return plans_of(plan, derivative=derivative, listed=listed, **DIRECTION).main.config
+
+    table, row, learned = torch.zeros(32, 4), torch.zeros(9, 4), torch.zeros(9, 4)
+    light = trace_score_mod(t5_relative_bias(table)).graph
+    vectors = trace_score_mod(lambda s, b, h, q, kv: s + (row[q] * learned[kv]).sum(-1)).graph
+    (wide,) = (one.config for one in BWD_SM90 if one.heavy)
+    assert config(learned_cap()) == config(vectors) == wide != config(light)
+    assert config(learned_cap(), listed=(64, 128)) == config(light)
+
+
+@pytest.mark.compile
+def test_a_heavy_mod_spills_nothing(tmp_path: Path) -> None:
+    """1,364 bytes in the row of other mods."""
+    graph = learned_cap()
+    plan = replace(forward(128, 128, causal=True), score_mod=graph)
+    options = {"derivative": differentiate(graph, frozenset((0,))), **DIRECTION}
+    resources = build(plans_of(plan, **options).main, tmp_path).resources
+    assert resources.spill_bytes == 0 and resources.serialised == 0
 
 
 @pytest.mark.compile

@@ -22,6 +22,7 @@ from fa_cute.host.launch import Kernel
 from fa_cute.host.planning import visits_of
 from fa_cute.host.problem import kernel_ready
 from fa_cute.host.workspace import counter
+from fa_cute.mods.derived import contributions
 from fa_cute.plan import (
     BACKWARD,
     POSTPROCESS,
@@ -100,7 +101,8 @@ def plans_of(
     ``derivative``: the forward's score_mod as ``mods/derivative.differentiate`` makes it.
     ``listed``: the tile (queries, keys) of the lists that the call has, if any.
     """
-    config = _config(forward)
+    # Lists are made for a tile before it is known whose gradients will be asked for.
+    config = _config(forward, heavy=listed is None and is_heavy(derivative))
     main = replace(
         forward,
         direction=BACKWARD,
@@ -137,10 +139,25 @@ def key_tile(forward: Plan) -> tuple[int, int]:
     return config.tile_q, config.tile_kv
 
 
-def _config(forward: Plan) -> BwdConfig:
+def _config(forward: Plan, *, heavy: bool = False) -> BwdConfig:
     cut = forward.causal or any(forward.window)
     modified = forward.score_mod is not None or forward.mask_mod is not None
-    return configs.bwd_sm90(forward.head_dim, forward.head_dim_v, cut=cut, modified=modified)
+    dims = forward.head_dim, forward.head_dim_v
+    return configs.bwd_sm90(*dims, cut=cut, modified=modified, heavy=heavy)
+
+
+def is_heavy(derivative: Graph | None) -> bool:
+    """Whether a thread holds more for a mod's gradients than a number an element beside P and dP.
+
+    A captured tensor's factor that depends on the score is one more; so are short vectors.
+    """
+    if derivative is None:
+        return False
+    needs, nodes = derivative.dependence(), derivative.nodes
+    return any(
+        nodes[one.load].width > 1 or "score" in needs[one.value]
+        for one in contributions(derivative)
+    )
 
 
 def _visits(

@@ -392,13 +392,17 @@ def why(config: FwdConfig | FwdSm100Config) -> str:
 
 
 class BwdRow(NamedTuple):
-    """One line of the backward's table; members as in ``Row``."""
+    """One line of the backward's table; members as in ``Row``.
+
+    ``heavy``: only for calls whose mod's derivative takes many registers (``backward.is_heavy``).
+    """
 
     head_dims: tuple[int, int]
     cut: bool | None
     modified: bool | None
     config: BwdConfig
     why: str
+    heavy: bool = False
 
 
 BWD_SM90: tuple[BwdRow, ...] = (
@@ -415,6 +419,14 @@ BWD_SM90: tuple[BwdRow, ...] = (
         None,
         BwdConfig(128, 128, 2, 24, 240),
         "S8k full: 531 TFLOP/s, causal 509, 64 x 128 430, 421; in bulk 521, 513; FA4 561, 520",
+    ),
+    BwdRow(
+        (128, 128),
+        None,
+        True,
+        BwdConfig(64, 64, 2, 24, 240, wide=True),
+        "HEAVY",
+        heavy=True,
     ),
     BwdRow(
         (128, 128),
@@ -440,13 +452,16 @@ BWD_SM90: tuple[BwdRow, ...] = (
 )
 
 
-def bwd_sm90(head_dim: int, head_dim_v: int, *, cut: bool, modified: bool) -> BwdConfig:
+def bwd_sm90(
+    head_dim: int, head_dim_v: int, *, cut: bool, modified: bool, heavy: bool = False
+) -> BwdConfig:
     """The configuration of a backward on sm_90; ValueError says which head dims have one."""
     fitting = [
         row
         for row in BWD_SM90
         if row.cut in (None, cut)
         and row.modified in (None, modified)
+        and row.heavy <= heavy
         and all(d <= most for d, most in zip((head_dim, head_dim_v), row.head_dims, strict=True))
     ]
     if not fitting:
