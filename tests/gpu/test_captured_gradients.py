@@ -68,6 +68,15 @@ def test_short_vectors(name: str) -> None:
     check(*vectors(SQUARE)[name])
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("name", ["a number", "a head's factor", "dots", "of the score"])
+def test_heavy_mods(name: str, deterministic: bool) -> None:
+    """At d128 they have a row of their own."""
+    shape = Shape(1, 130, 300, 4, 2, 128)
+    learned, build = (mods(shape) | vectors(shape))[name]
+    check(learned, build, shape=shape, causal=True, deterministic=deterministic)
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_fixed_point(name: str) -> None:
     """Right, and the same bit for bit in every repeat, on dirty memory."""
