@@ -22,7 +22,7 @@ from fa_cute.host.launch import Kernel
 from fa_cute.host.planning import visits_of
 from fa_cute.host.problem import kernel_ready
 from fa_cute.host.workspace import counter
-from fa_cute.mods.derived import contributions
+from fa_cute.mods.derived import contributions, factor
 from fa_cute.plan import (
     BACKWARD,
     POSTPROCESS,
@@ -147,17 +147,15 @@ def _config(forward: Plan, *, heavy: bool = False) -> BwdConfig:
 
 
 def is_heavy(derivative: Graph | None) -> bool:
-    """Whether a thread holds more for a mod's gradients than a number an element beside P and dP.
+    """Whether a thread holds two numbers an element for a mod's gradients, beside P and dP.
 
-    A captured tensor's factor that depends on the score is one more; so are short vectors.
+    They are factors that depend on the score: of d score, and of captured tensors.
     """
     if derivative is None:
         return False
+    factors = {factor(derivative), *(one.value for one in contributions(derivative))}
     needs, nodes = derivative.dependence(), derivative.nodes
-    return any(
-        nodes[one.load].width > 1 or "score" in needs[one.value]
-        for one in contributions(derivative)
-    )
+    return sum("score" in needs[at] and nodes[at].width == 1 for at in factors) > 1
 
 
 def _visits(
