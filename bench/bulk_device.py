@@ -1,9 +1,10 @@
 """The device side of ``bulk_copies``: one warp copies rows to shared memory, another reads them.
 
     copy   wait empty -> arrive on full and announce the bytes, and copy; in either order
-    read   wait full -> load the row -> add -> arrive on empty
+    read   wait full -> load the row -> add -> fence -> arrive on empty
 
-A ring of one slot: a barrier for full, one for empty.
+A ring of one slot: a barrier for full, one for empty. Without the fence ptxas lets the loads be
+under way when the warp arrives.
 """
 
 from __future__ import annotations
@@ -85,6 +86,7 @@ class Kernel:
                 cute.arch.mbarrier_wait(full, i % 2)
             low = low + row[0, lane]
             high = high + row[0, lane + WARP]
+            cute.arch.fence_proxy("async.shared", space="cta")
             cute.arch.sync_warp()
             with cute.arch.elect_one():
                 cute.arch.mbarrier_arrive(empty)
