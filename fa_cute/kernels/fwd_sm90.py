@@ -509,7 +509,10 @@ class FwdSm90:
     def modify(self, body: Sweep, blocks: Mods, s: cute.Tensor, block: Int32, edge: bool) -> Any:
         """S in place: score_mod, but a line of it is returned; bounds, if an edge; mask_mod."""
         s_view = mma_sm90.rows_and_columns(s)
-        line = None if edge or self.plan.seeks else modifiers.line_of(blocks)
+        # Under a mask none is left: whole blocks would round otherwise than masked ones, and bits
+        # would depend on which blocks are told to be whole.
+        left = not (edge or self.plan.seeks or self.walk.hides)
+        line = modifiers.line_of(blocks) if left else None
         if blocks.score is not None and line is None:
             blocks.score.score(s_view)
         if edge:
