@@ -16,7 +16,7 @@ import cutlass.cute as cute
 from cutlass import Int32, const_expr
 from cutlass.cute.nvgpu import warp, warpgroup
 
-from fa_cute.device import lower, mma_sm90, modifiers, scheduler, score
+from fa_cute.device import lower, mma_sm90, modifiers, scheduler, score, softmax
 from fa_cute.device.operand import Reuse, loader
 from fa_cute.device.scheduler import BLOCK, ask, draw, tell
 from fa_cute.device.scope import Scope
@@ -198,6 +198,7 @@ CHANGES: dict[str, Change] = {
     "not-hoisted": Change("mods: all at the element", score, "schedule", _nothing_hoisted),
     "not-rolling": Change("mods: all diagonals of each block", *_kernel(_NotRolling)),
     "no-lines": Change("mods: lines in two steps", Scope, "_line", lambda self, at, operands: None),
+    "checked": Change("softcap: presumed, not bounded", softmax, "is_bounded", lambda plan: False),
     "not-left": Change(
         "mods: lines not left to exponents", modifiers, "line_of", lambda mods: None
     ),

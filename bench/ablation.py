@@ -33,7 +33,8 @@ d64 full plain 8192: {D64} {D64}@sought {D64[:-1]}n 128x128x2x2:24/240:t {D64}@n
 d256 causal plain 8192: {D256} {D256}@sought {D256[:-1]}n {D256}@row-order {D256}@sections-16
 d128 full alibi 8192: {SCORED} {SCORED}@not-left {MODDED} {SCORED}@not-hoisted {SCORED}@no-lines
 d128 causal alibi 8192: {SCORED} {SCORED}@not-left {SCORED[:-1]}n {MODDED}
-d128 full softcap 8192: {SCORED} {SCORED[:-1]}n {MODDED} {CUT} {SCORED}@not-folded
+d128 full softcap 8192: {SCORED} {SCORED}@checked {SCORED[:-1]}n {MODDED} {SCORED}@not-folded
+d128 causal softcap 8192: {SCORED} {SCORED}@checked {SCORED[:-1]}n {MODDED}
 d128 full t5 8192: {SCORED} {MODDED} {MODDED}@not-rolling {SCORED}@not-hoisted
 """
 

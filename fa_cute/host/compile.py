@@ -47,8 +47,9 @@ from fa_cute.plan import (
 ABI = "1"
 # What a kernel is made from; nothing else in the package can change one for a given plan.
 SOURCES = (
-    *("device", "kernels", "mods/affine.py", "mods/derived.py", "mods/graph.py", "mods/ranges.py"),
-    *("mods/shown.py", "mods/tiles.py", "plan.py", "spans.py", "host/compile.py"),
+    *("device", "kernels", "mods/affine.py", "mods/derived.py", "mods/graph.py"),
+    *("mods/magnitude.py", "mods/ranges.py", "mods/shown.py", "mods/tiles.py"),
+    *("plan.py", "spans.py", "host/compile.py"),
 )
 COMPILER = "nvidia-cutlass-dsl"
 BLACKWELL = ("sm_100a", "sm_103a", "sm_100@sm_90a")

@@ -158,6 +158,7 @@ class FwdSm90:
         self.topology = topology(plan)
         self.turns = Turns(TURNS, plan.config.consumers if plan.config.ping_pong else 1)
         self.dtype, self.bias = DTYPES[plan.dtype], bias_of(plan)
+        self.bounded = softmax.is_bounded(plan)
         graphs = (plan.score_mod, plan.mask_mod)
         self.fragment = mma_sm90.fragment(plan.config.tile_n)
         self.walk = Walk(plan, self.fragment)
@@ -395,7 +396,8 @@ class FwdSm90:
         k.release()
         self.modify(body, blocks, s, block, True)
         self.free(body, bias, False)
-        softmax.begin(s, f.p, state, self.exponent(body), sought=self.plan.seeks)
+        how = {"sought": self.plan.seeks, "bounded": self.bounded}
+        softmax.begin(s, f.p, state, self.exponent(body), **how)
         if const_expr(self.walk.noted):
             rings = self.follow(body, rings, walk - 1, whole)
         else:
@@ -462,7 +464,7 @@ class FwdSm90:
 
     def seeks(self, edge: bool) -> bool:
         """Whether a block's maximum is sought first: ``device/softmax.py`` says where and why."""
-        return self.plan.seeks or (edge and not self.walk.hides)
+        return self.plan.seeks or (edge and not self.walk.hides and not self.bounded)
 
     def sought(self, body: Sweep, s: cute.Tensor, v: Any) -> None:
         """P of a block under its own maximum; O rescaled to it."""
@@ -481,7 +483,7 @@ class FwdSm90:
         warpgroup.wait_group(0)  # P overwrites what the last P V reads
         v.release()
         softmax.presume(s, f.p, state, c, line=line)
-        softmax.settle(s, f.p, mma_sm90.rows_and_columns(f.o), state, c, line)
+        softmax.settle(s, f.p, f.o, state, c, line=line, bounded=self.bounded)
 
     def reader(self, x: Operands, buffers: Buffers, work: Work) -> Reader | None:
         """What this thread reads of the bias' boxes, or None."""

@@ -122,6 +122,20 @@ PRESUMED: dict[str, Configuration] = {
         96, mods=modifiers.falling_with_keys, window=(True, True), return_lse=False
     ),
 }
+# Scores that a mod bounds: under no maximum at all.
+BOUNDED: dict[str, Configuration] = {
+    name: replace(one, mods=modifiers.softcap(30.0), approximation=0.018, return_lse=False)
+    for name, one in {
+        "d128-full": C(ratio=3),
+        "d128-causal": C(causal=True),
+        "d128-window": C(window=(True, True)),
+        "d64-causal-sinks": C(64, causal=True, sinks=True),
+        "d96-full": C(96),
+        "d256-causal": C(256, causal=True),
+        "d192-128-full": C(192, head_dim_v=128),
+    }.items()
+}
+BOUNDED["d128-hiding"] = C(mods=modifiers.capped_documents, approximation=0.018, return_lse=False)
 WINDOWS: dict[str, Configuration] = {
     "both": C(64, window=(True, True)),
     "left": C(64, window=(True, False)),
@@ -349,6 +363,7 @@ def everything() -> Iterator[tuple[str, Configuration]]:
         "plain": PLAIN,
         "without lse": WITHOUT_LSE,
         "presumed": PRESUMED,
+        "bounded": BOUNDED,
         "windows": WINDOWS,
         "ratios": RATIOS,
         "packed": PACKED,

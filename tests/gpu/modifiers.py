@@ -78,6 +78,11 @@ def softcap(cap: float) -> Builder:
     return build
 
 
+def capped_documents(device: torch.device, shape: Shape) -> Mods:
+    """A softcap in packed documents."""
+    return softcap(30.0)(device, shape) | document(device, shape)
+
+
 def typed(names: tuple[str, ...]) -> Builder:
     """Head i reads a table of dtype ``names[i]``, strided, by q and kv."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from .configurations import PRESUMED
+from .configurations import BOUNDED, PRESUMED
 from .judging import KINDS, Inputs, check, inputs
 
 pytestmark = pytest.mark.gpu
@@ -55,3 +55,17 @@ def test_rows_do_not_touch_each_other(name: str) -> None:
     others = torch.ones(1000, dtype=torch.bool, device=calm.device)
     others[3::64] = False
     assert torch.equal(calm[:, others], some[:, others])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
+@pytest.mark.parametrize("name", BOUNDED)
+def test_bounded(name: str, lengths: tuple[int, int], kind: str) -> None:
+    """A softcap's scores need no maximum: calm ones, and ones far above and below the cap."""
+    configuration = BOUNDED[name]
+    x = inputs(configuration, lengths, heads_k=2, kind=kind)
+    options = {"window": (70, 20)} if any(configuration.window) else {}
+    if configuration.sinks:
+        options["sinks"] = torch.linspace(-3.0, 3.0, x.q.shape[2], device=x.q.device)
+    check(configuration, x, **options)
+    check(configuration, rising(x, (200.0, -200.0, 0.0), slice(5, 300, 7)), **options)
