@@ -25,7 +25,7 @@ from fa_cute import configuration
 from fa_cute.bundle import bundle, load_bundle, read_manifest
 from fa_cute.cli import main
 from fa_cute.configuration import Configuration
-from fa_cute.host import cache, repeats
+from fa_cute.host import cache, launch, repeats
 from fa_cute.host import compile as compiling
 from fa_cute.mods.graph import Captured, Graph, Node
 
@@ -190,11 +190,27 @@ def test_garbage_is_collected_after_a_compile_as_before(on: bool) -> None:
     was_on = gc.isenabled()
     try:
         (gc.enable if on else gc.disable)()
-        with compiling._uncollected():
+        with launch.uncollected():
             assert not gc.isenabled()
         assert gc.isenabled() == on
     finally:
         (gc.enable if was_on else gc.disable)()
+
+
+def test_what_a_compile_made_is_not_walked_and_frozen_objects_stay_frozen() -> None:
+    gc.collect()
+    with launch.uncollected():
+        made = [[] for _ in range(1000)]
+    young = {id(found) for generation in (0, 1) for found in gc.get_objects(generation)}
+    assert not young & set(map(id, made)) and not gc.get_freeze_count()
+    gc.freeze()
+    try:
+        frozen = gc.get_freeze_count()
+        with launch.uncollected():
+            pass
+        assert gc.get_freeze_count() >= frozen > 0
+    finally:
+        gc.unfreeze()
 
 
 def test_every_kernel_that_is_listed_can_be_named() -> None:

@@ -8,9 +8,12 @@ compiler.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
-from collections.abc import Callable
+import gc
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -39,7 +42,7 @@ class Kernel:
     """One compiled kernel, ready to launch.
 
     ``source`` says where it came from in this process ("disk" or "compiled"), ``seconds`` how long
-    that took.
+    that took, beside the launch runtime's own load (``runtime``).
     """
 
     __slots__ = ("_function", "_has_bool", "key", "plan", "resources", "seconds", "source")
@@ -75,15 +78,39 @@ def _without_bool(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(torch.uint8) if tensor.dtype is torch.bool else tensor
 
 
+@contextlib.contextmanager
+def uncollected() -> Iterator[None]:
+    """No garbage collection: of the compiler's import it takes 40 %, and frees nothing.
+
+    What was made meanwhile goes to the oldest generation unseen: the next two collections of young
+    objects would walk all of an import, 0.1 s each.
+    """
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            if not gc.get_freeze_count():  # who froze objects himself wants them to stay so
+                gc.freeze()
+                gc.unfreeze()
+            gc.enable()
+
+
 @functools.cache
-def _load_runtime() -> None:
+def runtime() -> float:
+    """Import TVM-FFI and load the compiler's launch runtime, once a process; its seconds."""
+    started = time.perf_counter()
+    with uncollected():
+        import tvm_ffi  # noqa: F401
     # Kernels leave the runtime's symbols undefined, so these must be visible to all.
     ctypes.CDLL(str(target.runtime_library()), mode=ctypes.RTLD_GLOBAL)
+    return time.perf_counter() - started
 
 
 def load(path: Path) -> Callable[..., Any]:
     """The kernel's function in the linked object at ``path``. Needs no GPU and no compiler."""
+    runtime()
     import tvm_ffi
 
-    _load_runtime()
     return tvm_ffi.load_module(str(path))[SYMBOL]
