@@ -70,14 +70,37 @@ def exp2(x: Float32) -> Float32:
     return cute.math.exp2(x, fastmath=True)
 
 
+class Registers:
+    """``count`` fp32 numbers that a thread keeps; a tensor's elements trace thrice as long."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self._base = cute.make_rmem_tensor(count, Float32).iterator.llvm_ptr
+
+    def __getitem__(self, number: int) -> Float32:
+        return Float32(llvm.load(Float32.mlir_type, self._place(number)))
+
+    def __setitem__(self, number: int, value: Float32) -> None:
+        llvm.store(value.ir_value(), self._place(number))
+
+    def fill(self, value: float) -> None:
+        """Each becomes ``value``."""
+        for number in range(self._count):
+            self[number] = Float32(value)
+
+    def _place(self, number: int) -> Any:
+        base = self._base
+        return llvm.getelementptr(base.type, base, [], [number], Float32.mlir_type, None)
+
+
 class RowState:
     """Maximum, sum, last rescaling factor of a thread's rows, and what a block adds to the sum."""
 
     def __init__(self) -> None:
-        self.maximum = cute.make_rmem_tensor(FRAGMENT_ROWS, Float32)
-        self.sum = cute.make_rmem_tensor(FRAGMENT_ROWS, Float32)
-        self.scale = cute.make_rmem_tensor(FRAGMENT_ROWS, Float32)
-        self.added = cute.make_rmem_tensor(FRAGMENT_ROWS, Float32)
+        self.maximum = Registers(FRAGMENT_ROWS)
+        self.sum = Registers(FRAGMENT_ROWS)
+        self.scale = Registers(FRAGMENT_ROWS)
+        self.added = Registers(FRAGMENT_ROWS)
 
 
 def _reduce(values: list, combine: Any) -> list[Float32]:

@@ -20,7 +20,7 @@ from cutlass._mlir.dialects import arith, vector
 
 from fa_cute.device import emit, packed
 from fa_cute.device.packed import Pairs
-from fa_cute.device.softmax import LN_2, exp2, join, shift_of
+from fa_cute.device.softmax import LN_2, Registers, exp2, join, shift_of
 
 Vector = Any  # of fp32, of the compiler's intermediate form
 THRESHOLD = 8.0  # log2 256
@@ -31,8 +31,7 @@ class Row:
     """Maximum and sum of this thread's row, in registers."""
 
     def __init__(self) -> None:
-        self.maximum = cute.make_rmem_tensor(1, Float32)
-        self.sum = cute.make_rmem_tensor(1, Float32)
+        self.maximum, self.sum = Registers(1), Registers(1)
 
 
 def raise_maximum(

@@ -155,7 +155,9 @@ class Topology:
         return make(ring, self._barriers(ring, storage, copy if ring.copies else 0))
 
     def _barriers(self, ring: RingSpec, storage: Any, copy: Any) -> tuple[Any, Any]:
-        full = getattr(storage, f"bar_{ring.name}").data_ptr() + copy * (2 * ring.stages)
+        full = getattr(storage, f"bar_{ring.name}").data_ptr()
+        if not isinstance(copy, int) or copy:
+            full = full + copy * (2 * ring.stages)
         return full, full + ring.stages
 
     def _words(self, ring: RingSpec) -> int:
