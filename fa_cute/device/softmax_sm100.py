@@ -35,7 +35,7 @@ class Row:
 
 
 def raise_maximum(
-    s: Vector, row: Row, c: Float32, pairs: Pairs, *, first: bool
+    s: list[Vector], row: Row, c: Float32, pairs: Pairs, *, first: bool
 ) -> tuple[Float32, Float32]:
     """Take the block's scores into the maximum.
 
@@ -64,11 +64,11 @@ class Exponent:
         self.c, self.shift = (emit.splat(x.ir_value(), 2) for x in scale)
         self.pairs, (self.emulated, self.degree) = pairs, emulation
 
-    def of(self, s: Vector, first: int, columns: int) -> list[Vector]:
-        """The pairs of P from column ``first`` on."""
-        found = []
+    def of(self, s: list[Vector], first: int, columns: int) -> list[Vector]:
+        """The pairs of P from column ``first`` on, of ``s`` in parts of one width."""
+        found, width = [], emit.lanes_of(s[0])
         for i in range(first, first + columns, 2):
-            x = self.pairs.fma(emit.part(s, i, 2), self.c, self.shift)
+            x = self.pairs.fma(emit.part(s[i // width], i % width, 2), self.c, self.shift)
             # Spread over the row, so that neither pipe waits for the other.
             if (i // 2 * self.emulated) % 16 < self.emulated:
                 found.append(self.pairs.exp2(x, self.degree))
@@ -104,9 +104,9 @@ def finish(
     return inverse, cutlass.select_(empty, -Float32.inf, lse)
 
 
-def _largest(s: Vector, pairs: Pairs) -> Float32:
+def _largest(s: list[Vector], pairs: Pairs) -> Float32:
     """Three at a time, in independent chains."""
-    values = vector.to_elements(s)
+    values = [value for part in s for value in vector.to_elements(part)]
     chains = list(values[:CHAINS])
     for i in range(CHAINS, len(values), 2):
         at = i // 2 % CHAINS

@@ -464,15 +464,15 @@ class FwdSm100:
                 self.hide(body, column, block)
             else:
                 self.restrict(body, column, visit)
-        s = emit.joined([memory.load(column + at, PIECE) for at in range(0, c.tile_n, PIECE)])
+        s = [memory.load(column + at, PIECE) for at in range(0, c.tile_n, PIECE)]
         memory.loaded()
         slot.release()
         if mods.score is not None:
-            s = rows.modified(s, mods.score.score)
+            s = [rows.modified(emit.joined(s), mods.score.score)]
         if edge:
-            s = rows.hide(s, body.limit, block * c.tile_n)
+            s = [rows.hide(emit.joined(s), body.limit, block * c.tile_n)]
         if mods.mask is not None:
-            s = rows.modified(s, mods.mask.hide)
+            s = [rows.modified(emit.joined(s), mods.mask.hide)]
         gain = self.gain(body.x)
         factor, shift = softmax.raise_maximum(s, body.state, gain, self.pairs, first=first)
         if not first:
