@@ -204,6 +204,12 @@ class Ring:
         self._advance()
         return slot
 
+    def await_next(self, there: Any) -> Int32:
+        """Consumer: the next slot's index, after waiting for it (if it is ``there``), not taken."""
+        with emit.where(there):
+            cute.arch.mbarrier_wait(self._at(self.barriers[0]), self.phase)
+        return self.index
+
     @contextmanager
     def drain(self) -> Iterator[Slot]:
         """Consumer: take the next slot, and release it at the end of the block."""
