@@ -315,7 +315,8 @@ def _with_slot(e: Any, slot: int) -> Any:
 
 def test_an_empty_tile_that_the_producer_fills() -> None:
     """Known fault 50: tiles that see nothing, one role thinking otherwise."""
-    program, _ = recorded(forward(causal=True))
+    plan = forward(causal=True, head_dim=256)
+    program, _ = recorded(plan)
 
     def edit(items: list) -> list:
         return [
@@ -325,8 +326,22 @@ def test_an_empty_tile_that_the_producer_fills() -> None:
             for item in items
         ]
 
-    text = found_in(forward(causal=True), wrong_by(program, edit))
+    text = found_in(plan, wrong_by(program, edit))
     assert "phase error" in text or "deadlock" in text
+
+
+def test_a_tile_after_the_last() -> None:
+    """Its boxes are loaded, and nobody takes them."""
+    plan = forward(causal=True)
+    program, _ = recorded(plan)
+
+    def edit(items: list) -> list:
+        return [
+            item._replace(condition=1) if getattr(item, "condition", 0) == ("next",) else item
+            for item in items
+        ]
+
+    assert "unordered access" in found_in(plan, wrong_by(program, edit))
 
 
 def _fills_keys(items: tuple) -> bool:

@@ -147,6 +147,14 @@ class _Warp:
             else:
                 yield node
 
+    def holds(self, e: Expr) -> bool:
+        """Whether the slots of an expression are there: not those of a tile after the last."""
+        if not isinstance(e, tuple):
+            return True
+        if e[0] == "slot":
+            return self.slots[e[1]] is not None
+        return all(map(self.holds, e[1:]))
+
     def value(self, e: Expr) -> int:
         """The value of an expression for this warp, here."""
         if isinstance(e, int):
@@ -157,6 +165,8 @@ class _Warp:
             return WARP * self.local
         if e[0] == "rank":
             return self.cta
+        if e[0] == "next":
+            return int(self.tile + 1 < len(self.scenario.tiles))
         if e[0] == "slot":
             return self.slots[e[1]][1]
         if e[0] == "free":
@@ -208,7 +218,12 @@ class _Run:
 
     def wait(self, warp: _Warp, op: Wait) -> bool:
         table, ring = self.rings[op.ring], (op.ring, warp.value(op.copy))
-        turn = warp.laps.get((ring, op.side), 0)
+        peeks = op.side == "peek"
+        side = "take" if peeks else op.side
+        if peeks and warp.path and not warp.value(("next",)):
+            warp.slots[op.slot] = None
+            return True
+        turn = warp.laps.get((ring, side), 0)
         stage, lap = turn % table.stages, turn // table.stages
         filling = op.side == "fill"
         if not filling or table.freed:
@@ -223,14 +238,17 @@ class _Run:
                     f"lap {lap}, after {barrier.completed} phases where {wanted} were to be over"
                 )
             _join(warp.clock, barrier.done)
+        if peeks:
+            warp.slots[op.slot] = (ring, stage, lap)
+            return True
         filled = self.filled.setdefault((ring, turn), warp.tile)
-        if filled != warp.tile:
+        if filled != warp.tile and not (table.early and filled + 1 == warp.tile):
             raise self.fault(
                 f"phase error: warp {warp.number} takes at tile {warp.tile} what ring "
                 f"{op.ring!r} was filled with for tile {filled}"
             )
         warp.slots[op.slot] = (ring, stage, lap)
-        warp.laps[(ring, op.side)] = turn + 1
+        warp.laps[(ring, side)] = turn + 1
         return True
 
     def arrived(self, who: tuple, barrier: _Mbarrier, slot: tuple, clock: Mapping) -> None:
@@ -313,7 +331,8 @@ class _Run:
         warp.products += 1
         unit = ("mma", warp.number)
         for part in op.reads:
-            self.access(warp, part, (unit, warp.products), False, op)
+            if warp.holds(part.begin):
+                self.access(warp, part, (unit, warp.products), False, op)
         for part in op.writes:
             self.access(warp, part, (unit, warp.products), True, op)
         return True

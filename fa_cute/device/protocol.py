@@ -74,6 +74,7 @@ class Branch(NamedTuple):
 class Wait(NamedTuple):
     """Take the next slot of a ring, to fill it or (``side`` "take") to read it; name it ``slot``.
 
+    "peek" waits for it and does not take it: the next tile's first, where there is such a tile.
     ``copy``: which of the ring's copies. ``flip``: 1 waits for the other phase (a seeded fault).
     """
 
@@ -149,7 +150,8 @@ class RingTable:
     """A ring's row: stages, bytes by TMA, arrivals that fill and empty a slot, whether it waits.
 
     ``paired``: arrivals of threads and bytes count in the first CTA, those of commits in both.
-    ``by_lanes``: lanes of the consumers read what TMA filled.
+    ``by_lanes``: lanes of the consumers read what TMA filled. ``early``: a tile's first slot may be
+    filled at the tile before.
     """
 
     stages: int
@@ -159,6 +161,7 @@ class RingTable:
     freed: bool = True
     paired: bool = False
     by_lanes: bool = False
+    early: bool = False
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from cutlass.cute import tensor as tensors
 from cutlass.cute.nvgpu import warpgroup
 from cutlass.cutlass_dsl.cutlass import CutlassBaseDSL
 
-from fa_cute.device import bulk, operand, protocol, wgmma
+from fa_cute.device import bulk, loads, operand, protocol, wgmma
 from fa_cute.device.mma_sm90 import Pieces
 from fa_cute.device.protocol import Arrive, Barrier, Copy, Group, Product, Range, Settle, Touch
 from fa_cute.device.ring import Ring, Slot
@@ -66,6 +66,7 @@ CONSTANT = {
     "nvvm.read.ptx.sreg.ntid.y": 0,
 }
 NUMBER = {"nvvm.read.ptx.sreg.tid.x": "tid", "nvvm.read.ptx.sreg.cluster.ctarank": "rank"}
+NEXT = ("next",)  # whether there is a tile after this one
 FRAGMENTS = ("cute.memref.alloca", "cute.mma.make_fragment")
 DEPTH = 60  # values between an access and its buffer
 
@@ -83,11 +84,15 @@ class Buffer(NamedTuple):
 
 
 class Held(NamedTuple):
-    """A slot while tracing: its number in the record, its ring, and which of the ring's copies."""
+    """A slot while tracing: its number in the record, its ring, and which of the ring's copies.
+
+    ``fixed``: its index is a constant, as before the first loop.
+    """
 
     number: int
     ring: Ring
     copy: Any
+    fixed: bool
 
 
 @dataclass
@@ -161,6 +166,7 @@ class Recorder:
                 ring.freed,
                 ring.paired,
                 ring.by_lanes,
+                ring.early,
             )
         body, ctas = self.freeze(self.root), self.topology.ctas
         return protocol.Program(body, rings, ctas * self.topology.threads // protocol.WARP, ctas)
@@ -215,6 +221,8 @@ class Recorder:
             return int(ir.IntegerAttr(owner.attributes["value"]).value)
         if kind in BINARY:
             return folded(BINARY[kind], *map(self.expression, owner.operands))
+        if kind == "arith.cmpi" and self.names.get(hash(plain(owner.operands[0]))) == NEXT:
+            return NEXT  # a tile that was drawn, beside how many there are
         if kind == "arith.cmpi":
             compared = COMPARED[ir.IntegerAttr(owner.attributes["predicate"]).value]
             return folded(compared, *map(self.expression, owner.operands))
@@ -262,7 +270,8 @@ class Recorder:
             owner = getattr(at.owner, "operation", at.owner)
             if getattr(owner, "name", "") in FRAGMENTS and "rmem" in str(at.type):
                 fragment = self.fragments.setdefault(hash(at), len(self.fragments))
-            if not getattr(owner, "name", "").endswith("load"):  # what memory says is no address
+            # What memory says is no address, nor what all that a loop carries goes into.
+            if not getattr(owner, "name", "").endswith(("load", "scf.for", "scf.while")):
                 todo += [(plain(o), depth + 1) for o in getattr(owner, "operands", ())]
         self.found[hash(value)] = tuple(buffers), tuple(slots), fragment
         return self.found[hash(value)]
@@ -288,7 +297,7 @@ class Recorder:
             mine = ("-", ("//", ("tid",), WARPGROUP), self.topology.first_warpgroup(role))
             return Range("shared", ("+", buffer.begin, ("*", mine, size)), size, buffer.name)
         held = slots[0] if slots else self.latest.get(buffer.name)
-        if held is None or not (slots or held.ring.spec.copies):
+        if held is None or not (slots or held.fixed or held.ring.spec.copies):
             return Range("shared", buffer.begin, buffer.bytes, buffer.name)
         stages = held.ring.spec.stages
         size = buffer.bytes // (stages * (held.ring.spec.copies or 1))
@@ -300,10 +309,11 @@ class Recorder:
 
     def hold(self, ring: Ring) -> Held:
         """A new slot of a ring, known by its index from here on."""
-        held = Held(self.count, ring, self.copies.get(hash(plain(ring.barriers[0])), 0))
+        index = plain(ring.index)
+        copy = self.copies.get(hash(plain(ring.barriers[0])), 0)
+        held = Held(self.count, ring, copy, isinstance(index, int))
         self.count += 1
         self.latest[ring.spec.name] = held
-        index = plain(ring.index)
         if not isinstance(index, int):
             self.slots[hash(index)] = held
         return held
@@ -384,6 +394,7 @@ def wrapped(original: Callable, before: Callable) -> Callable:
 
 def _ring_verbs(record: Recorder) -> Iterator[tuple[Any, str, Callable]]:
     fill, take, release = Ring.fill, Ring.take, Slot.release
+    peek, drawn = Ring.await_next, loads.draw
     held: dict[int, Held] = {}
     kept: list[Slot] = []  # so that no other object takes their place
 
@@ -409,6 +420,16 @@ def _ring_verbs(record: Recorder) -> Iterator[tuple[Any, str, Callable]]:
         kept.append(slot)
         return slot
 
+    def recorded_peek(ring: Ring, there: Any) -> Any:
+        mine = record.hold(ring)
+        record.add(protocol.Wait(ring.spec.name, "peek", mine.number, mine.copy))
+        return peek(ring, there)
+
+    def recorded_draw(*args: Any) -> Any:
+        tile = drawn(*args)
+        record.name(tile, NEXT)
+        return tile
+
     def recorded_release(slot: Slot, *commit: Any) -> None:
         release(slot, *commit)  # which may fence before it arrives
         record.add(Arrive(held[id(slot)].number, "empty", bool(commit)))
@@ -416,6 +437,8 @@ def _ring_verbs(record: Recorder) -> Iterator[tuple[Any, str, Callable]]:
     yield Ring, "fill", recorded_fill
     yield Ring, "take", recorded_take
     yield Slot, "release", recorded_release
+    yield Ring, "await_next", recorded_peek
+    yield loads, "draw", recorded_draw
 
 
 def _arch_verbs(record: Recorder) -> Iterator[tuple[Any, str, Callable]]:

@@ -43,6 +43,7 @@ class RingSpec:
     ``fills`` arrivals fill a slot, one a producer warp, and ``empties`` empty it (None: one a warp
     of the consumer's role). ``freed``: False where the slot needs no barrier to be filled again.
     ``copies``: this many rings of one kind, side by side (0: a single ring).
+    ``early``: a tile's first slot is filled while the tile before it is at work.
     ``paired``: the two CTAs of a pair share it. Threads of both arrive, and copies of both tell
     their bytes, at the barriers of the first; a commit arrives at those of both.
     ``noted``: the producer leaves a word with each slot, which lanes of the consumers read.
@@ -62,6 +63,7 @@ class RingSpec:
     copies: int = 0
     by_lanes: bool = False
     paired: bool = False
+    early: bool = False
 
 
 @dataclass(frozen=True)

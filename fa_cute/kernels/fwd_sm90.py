@@ -54,7 +54,7 @@ def topology(plan: Plan) -> Topology:
     k_bytes = c.tile_n * plan.width * 2
     v_bytes = c.tile_n * plan.width_v * 2
     noted, tile = plan.visits != "bounds", bias_of(plan)
-    biases = ()
+    to, early, biases = ("load", "math"), opens_early(plan), ()
     if tile is not None:
         why = "freed when it is added to S"
         spec = RingSpec("bias", plan.bias_stages, tile.bytes, "load", "math", why, by_lanes=True)
@@ -66,12 +66,23 @@ def topology(plan: Plan) -> Topology:
         ),
         rings=(
             RingSpec("next", NEXT_STAGES, 0, "load", "math", "the tile's header"),
-            RingSpec("q", c.q_stages, q_bytes, "load", "math", "freed after the tile's last S"),
-            RingSpec("k", c.kv_stages, k_bytes, "load", "math", "freed when S is there", noted),
+            RingSpec("q", c.q_stages, q_bytes, *to, "freed after the tile's last S", early=early),
+            RingSpec("k", c.kv_stages, k_bytes, *to, "freed when S is there", noted, early=early),
             RingSpec("v", c.kv_stages, v_bytes, "load", "math", "freed when P V is there"),
             *biases,
         ),
     )
+
+
+def opens_early(plan: Plan) -> bool:
+    """Whether S of the next tile is issued behind the last P V, to be multiplied under its stores.
+
+    If its Q has a slot of its own, and beside no mod (not measured). d128 S1k causal 528 -> 542
+    TFLOP/s, a window 581 -> 601; d64 full with lse, whose registers are all in use, 548 -> 518.
+    """
+    bare = plan.score_mod is None and plan.mask_mod is None
+    seeks = plan.return_lse and not (plan.causal or any(plan.window))
+    return bare and plan.config.q_stages > 1 and not seeks
 
 
 def bias_of(plan: Plan) -> Bias | None:
@@ -165,10 +176,7 @@ class FwdSm90(Loads):
         self.walk = Walk(plan, self.fragment)
         self.rolling = plan.bias is None and not self.walk.noted  # boxes take the room, notes leap
         self.scratch_words = [score.scratch_words(g, self.fragment, self.rolling) for g in graphs]
-        # S of the next tile is issued behind the last P V, if its Q has a slot of its own and no
-        # mod is beside it (not measured): S1k 521 -> 535 TFLOP/s causal, 674 -> 706 full (d128).
-        bare = plan.score_mod is None and plan.mask_mod is None
-        self.opens_early = bare and plan.config.q_stages > 1
+        self.opens_early = opens_early(plan)
 
     @cute.jit
     def __call__(self, io: Io, extra: Extra, launch: Launch, stream):
@@ -357,11 +365,10 @@ class FwdSm90(Loads):
         block, whole = Visit.of(body.notes[k.index]) if self.walk.noted else (walk.last, None)
         bias = self.take_bias(rings)
         blocks = self.enter_block(body, mods, block, bias)
-        self.free(body, bias, True)
         warpgroup.wait_group(0)
         k.release()
         self.modify(body, blocks, s, block, True)
-        self.free(body, bias, False)
+        self.free(bias)
         how = {"sought": self.plan.seeks, "bounded": self.bounded}
         softmax.begin(s, f.p, state, self.exponent(body), **how)
         if const_expr(self.walk.noted):
@@ -423,11 +430,10 @@ class FwdSm90(Loads):
             block, whole = Visit.of(body.notes[k.index])
         mods, bias = body.mods if masked else body.mods._replace(mask=None), self.take_bias(rings)
         blocks = self.enter_block(body, mods, block, bias, follows=True)
-        self.free(body, bias, True)
         warpgroup.wait_group(1)
         k.release()
         line = self.modify(body, blocks, s, block, edge)
-        self.free(body, bias, False)
+        self.free(bias)
         if const_expr(self.seeks(first)):
             self.sought(body, s, v)
         else:
@@ -470,9 +476,9 @@ class FwdSm90(Loads):
         """The next slot of the bias' ring, or None."""
         return None if self.bias is None else rings.bias.take()
 
-    def free(self, body: Sweep, bias: Any, early: bool) -> None:
-        """Release the bias' slot, if there is one, where it has been read: early or late."""
-        if bias is not None and body.bias.early == early:
+    def free(self, bias: Any) -> None:
+        """Release the bias' slot, if there is one: late, when the fence waits for no load."""
+        if bias is not None:
             bias.release()
 
     def enter_block(self, body: Sweep, mods: Mods, block: Int32, bias: Any, *, follows=False):
