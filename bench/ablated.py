@@ -65,7 +65,7 @@ class _NoOverlap(FwdSm90):
         warpgroup.wait_group(0)
         k.release()
         self.modify(body, blocks, s, block, needs[0])
-        if const_expr(self.seeks(needs[0])):
+        if const_expr(self.seeks(needs[2])):
             self.sought(body, s, v)
         else:
             self.presumed(body, s, v, None)
@@ -94,6 +94,14 @@ class _ShortestFirst(FwdSm90):
         self.walk.longest_first = False
 
 
+class _LateScores(FwdSm90):
+    """A tile's first S is issued when the one before it is stored."""
+
+    def __init__(self, plan):
+        super().__init__(plan)
+        self.opens_early = False
+
+
 class _DrawnFirst(FwdSm90):
     """A CTA draws its next tile when it begins to load this one."""
 
@@ -102,7 +110,7 @@ class _DrawnFirst(FwdSm90):
         tile = Int32(cute.arch.block_idx()[0])
         while tile < x.tiles.count:
             place = self.walk.place(x, tile)
-            visits = self.walk.visits(x, place)
+            visits = self.seen(x, place) if self.opens_early else self.walk.visits(x, place)
             with rings.next.fill() as header:
                 words = buffers.next[None, header.index]
                 tile = draw(x.tiles, x.counter, ask(x.counter), words)
@@ -132,6 +140,7 @@ class _PInShared(FwdSm90):
         super().__init__(plan)
         rings = (replace(r, stages=1) if r.name == "q" else r for r in self.topology.rings)
         self.topology = replace(self.topology, rings=tuple(rings))
+        self.opens_early = False
 
     def fragments(self, x, buffers, group):
         self.place = buffers.q, group
@@ -191,6 +200,7 @@ CHANGES: dict[str, Change] = {
     "p-shared": Change("P through shared memory", *_kernel(_PInShared)),
     "masked": Change("spans not apart: masks on every block", *_kernel(_MaskedEverywhere)),
     "row-order": Change("tiles not longest first", *_kernel(_ShortestFirst)),
+    "late-scores": Change("a tile's first S after the stores before", *_kernel(_LateScores)),
     "draw-first": Change("next tile drawn before this one's loads", *_kernel(_DrawnFirst)),
     "sought": Change("every block's maximum sought, O rescaled", *_kernel(_Sought)),
     **{f"sections-{size}": _sections(size) for size in (16, 64, 1024)},

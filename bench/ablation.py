@@ -28,7 +28,7 @@ d128 full plain 8192: {CUT} {ONE_Q} {CUT}@p-shared
 d128 full plain 1024: {FULL} {MODDED} {MODDED}@sought
 d128 causal plain 8192: {CUT} {CUT}@sought {MODDED} {CUT}@no-overlap {CUT}@masked
 d128 causal plain 8192: {CUT} {CUT}@row-order {CUT}@one-hint {CUT}@sections-16 {CUT}@draw-first
-d128 causal plain 1024: {CUT} {CUT}@sought {CUT}@row-order {CUT}@masked {ONE_Q}
+d128 causal plain 1024: {CUT} {CUT}@late-scores {CUT}@sought {CUT}@row-order {CUT}@masked {ONE_Q}
 d64 full plain 8192: {D64} {D64}@sought {D64[:-1]}n 128x128x2x2:24/240:t {D64}@no-overlap
 d256 causal plain 8192: {D256} {D256}@sought {D256[:-1]}n {D256}@row-order {D256}@sections-16
 d128 full alibi 8192: {SCORED} {SCORED}@not-left {MODDED} {SCORED}@not-hoisted {SCORED}@no-lines

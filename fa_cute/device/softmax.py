@@ -11,10 +11,11 @@ Per row, with c = scale x log2 e (log2 e alone after a score_mod), over the bloc
   **raises** m to the row's maximum, rescales l and O, and computes P once more; so it does for rows
   that have seen nothing (m = -inf makes their sums infinite or NaN). That costs about one more
   block, and happens where scores rise by 44 (fp16: 9.7) above those of the blocks before.
-* The first block of a tile (``begin``) and those that bounds cut (``exponentiate``) seek their
-  maximum before. So does every block of a kernel that gives lse, of which gradients are made (last
-  point but one). A row that has seen nothing keeps m = -inf; the exponent then uses a finite number
-  in its place, locally, so that its exp2 is 0 and the stored maximum stays -inf for the next block.
+* The first block of a tile (``begin``) and those that a right bound cuts (``exponentiate``) seek
+  their maximum before: at a window's left edge every row has seen something. So does every block
+  of a kernel that gives lse, of which gradients are made (last point but one). A row that has seen
+  nothing keeps m = -inf; the exponent then uses a finite number in its place, locally, so that its
+  exp2 is 0 and the stored maximum stays -inf for the next block.
 * A row's bits depend on that row alone: in a warp that raises, rows that held keep m.
 * Where mods hide keys, which hidden blocks are left out must change no bit. There a row's m begins
   as its maximum of the first block in which it sees something, sought (``begin``) or raised, and

@@ -5,10 +5,13 @@ block together with P V of the one before; its exponentials follow when both are
 the row's maximum (``device/softmax.py``). Meanwhile the others multiply; where it pays, turns keep
 one on the tensor cores while another is on the exponentials:
 
-    load        K0 Q K1 V0 K2 V1 ... Vn next  (a bias' box after its K; under a mask a header first)
-    consumer 0  [S0] exp [S1 PV0]......exp [S2 PV1]......exp      [PVn] O/l, store
-    consumer 1           [S0] exp [S1 PV0]......exp [S2 PV1]......
+    load        Q K0 K1 V0 K2 V1 ... next Q' K0' Vn        (device/loads.py)
+    consumer 0  exp [S1 PV0]......exp [S2 PV1]......exp      [PVn S0'] O/l, store; exp [S1' ...
+    consumer 1           exp [S1 PV0]......exp [S2 PV1]......
                           a turn passes when its bracket has been issued
+
+A tile's first S (S0') is issued behind the last P V of the one before it (``opens_early``), else
+when that is stored.
 
 Roles and rings are the tables of ``topology`` below. Blocks of keys are visited from the last to
 the first: one peeled block with every mask, then, by bounds alone (``spans.kv_spans``), spans, each
