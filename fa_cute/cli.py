@@ -195,6 +195,8 @@ def _explain(options: argparse.Namespace) -> None:
     from fa_cute.configuration import dtype_of
 
     length = options.length
+    if length < 0:
+        raise ValueError(f"--length is {length}; it is a number of queries and keys, 0 or more")
     asked = _configuration(options, (1, options.gqa_ratio, length, length))
     dtype = dtype_of(asked["dtype"])
     head_dim_v = asked["head_dim_v"] or asked["head_dim"]

@@ -6,7 +6,7 @@ import importlib
 import importlib.util
 import json
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import MISSING, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -230,8 +230,28 @@ def load(path: str | Path) -> list[dict[str, Any]]:
         raise ValueError(f"{path} is no JSON: {error}") from error
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
         raise ValueError(f"{path} holds no list of configurations")
+    _check_names(path, rows)
     rows = [{k: _value(k, v) for k, v in row.items()} for row in rows]
     return [{k: Configuration(**row).arguments()[k] for k in row} for row in rows]
+
+
+def _check_names(path: str | Path, rows: list[dict[str, Any]]) -> None:
+    """ValueError for a configuration that lacks an argument or has one that there is not."""
+    names = [f.name for f in fields(Configuration)]
+    needed = [f.name for f in fields(Configuration) if f.default is MISSING]
+    for at, row in enumerate(rows):
+        unknown = [name for name in row if name not in names]
+        if unknown:
+            raise ValueError(
+                f"{path}, configuration {at}: {unknown[0]!r} is no argument of fa_cute.compile; "
+                f"they are {', '.join(names)}"
+            )
+        missing = [name for name in needed if name not in row]
+        if missing:
+            raise ValueError(
+                f"{path}, configuration {at}: {missing[0]} is missing; each names at least "
+                f"{', '.join(needed)}"
+            )
 
 
 def _data(name: str, value: Any) -> Any:

@@ -34,8 +34,8 @@ TENSORS = Integers(
     )
 )
 # TFLOP/s of the plain full kernel at 16,384 tokens by head dim, on one NVIDIA H200: S16k, and S8k
-# from 192 on (bench/results/2026-11-29-attention-forward.json, -head-dims.json).
-MEASURED = {64: 558, 128: 728, 192: 776, 256: 749}
+# from 192 on (bench/results/2026-11-30-attention-plain.json, -dims.json).
+MEASURED = {64: 630, 128: 785, 192: 774, 256: 787}
 
 
 def explain(

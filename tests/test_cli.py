@@ -106,6 +106,8 @@ def test_explain_says_what_a_call_would_run(
     assert "sm_90a" in capsys.readouterr().out and builds() == 0
     assert main(["explain", "--mask-mod", "document", "--length", "300"]) == 0
     assert "Sq 300, Sk 300" in capsys.readouterr().out
+    assert main(["explain", "--length", "-4"]) == 1
+    assert "--length is -4; it is a number" in capsys.readouterr().err
 
 
 def test_a_switched_off_cache_says_so(

@@ -425,3 +425,19 @@ def test_a_file_that_is_no_json_is_named(tmp_path: Path) -> None:
     (tmp_path / "list.json").write_text("{")
     with pytest.raises(ValueError, match="list.json is no JSON"):
         configuration.load(tmp_path / "list.json")
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"head_dim": 64, "dtype": "float16"}, "configuration 1: target is missing; .* at least"),
+        ({"dtyp": 1}, "configuration 1: 'dtyp' is no argument of fa_cute.compile"),
+    ],
+)
+def test_a_file_with_a_wrong_name_says_which(
+    tmp_path: Path, row: dict[str, Any], message: str
+) -> None:
+    path = tmp_path / "list.json"
+    path.write_text(json.dumps([PLAIN, row]))
+    with pytest.raises(ValueError, match=f"list.json, {message}"):
+        configuration.load(path)
