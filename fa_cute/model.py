@@ -44,18 +44,15 @@ class Body(NamedTuple):
     comparisons: int
 
 
-def body(config: FwdSm100Config, *, first: bool = False, edge: bool = False) -> Body:
-    """The counts for a row of the table; in an ``edge`` every score is tested and selected.
-
-    A tile's ``first`` block has no maximum before it, so no factor on O.
-    """
-    pairs, factor = config.tile_n // 2, int(not first)
+def body(config: FwdSm100Config, *, edge: bool = False) -> Body:
+    """The counts for a row of the table; in an ``edge`` every score is tested and selected."""
+    pairs = config.tile_n // 2
     emulated = sum(i * config.emulated % 16 < config.emulated for i in range(pairs))
     return Body(
-        exponentials=2 * (pairs - emulated) + factor,
+        exponentials=2 * (pairs - emulated) + 1,  # the factor on O
         multiply_adds=pairs + config.degree * emulated,
         adds=pairs - 1 + 3 * emulated,
-        maxima=pairs + 3 + factor + 2 * emulated,
+        maxima=pairs + 4 + 2 * emulated,
         conversions=pairs,
         integers=2 * emulated,
         comparisons=2 * edge * config.tile_n,
@@ -150,18 +147,18 @@ class Counts(NamedTuple):
 def expected(plan: Plan) -> Counts:
     """What the text of ``plan``'s kernel holds, without mods or sinks.
 
-    S before the loop, P V and S in it, P V behind it; a softmax body for the first block, one for
-    whole blocks after it, one for edges; for each tile one rescaling of O and one division of it.
+    S before the loop, P V and S in it, P V behind it; a softmax body for whole blocks, with what
+    cuts the end of the keys in tensor memory, or one for edges; one rescaling of O and one division
+    of it. The CTA's tiles are turns of a loop, or warpgroups: each has this text.
     """
     c = plan.config
     s, pv = plan.width // 16, c.tile_n // 16
-    first, later = body(c, first=True), body(c)
     kinds = 1 + (plan.causal or any(plan.window))
-    row = Body(*(a + kinds * b for a, b in zip(first, later, strict=True)))
-    o = c.q_tiles * plan.width_v
-    pieces = (1 + kinds) * c.tile_n // PIECE
+    row = Body(*(kinds * count for count in body(c)))
+    o = plan.width_v
+    pieces = 2 * c.tile_n // PIECE
     return Counts(
-        products=c.q_tiles * 2 * (s + pv),
+        products=2 * (s + pv),
         exponentials=row.exponentials,
         multiply_adds=row.multiply_adds,
         adds=row.adds,

@@ -135,7 +135,7 @@ def test_explain_prints_the_model() -> None:
     q = torch.empty(2, 8192, 16, 128, dtype=torch.bfloat16)
     text = fa_cute.explain(q, q, q, target="sm_100a")
     assert "256 queries x 128 keys, 2 softmax warpgroups" in text
-    assert "200 a softmax thread, 40 a correction's" in text and "65536 of 65536" in text
+    assert "192 a softmax thread, 56 a correction's" in text and "65536 of 65536" in text
     assert "2048 cycles of products, 1536 of shared memory, 1792 of exponentials" in text
     assert "emulating 2 of 16 pairs takes off 256 cycles of exponentials for 192 of fp32" in text
     assert "conditional rescaling 256 of fp32 and 32 accesses" in text

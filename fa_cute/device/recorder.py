@@ -139,12 +139,13 @@ class Recorder:
         else:
             self.recent.clear()
         for owner, block in path:
-            if hash(owner) not in self.nodes:
-                self.nodes[hash(owner)] = _Node(owner)
-                items.append(self.nodes[hash(owner)])
             blocks = [region.blocks[0] for region in owner.regions if len(region.blocks)]
+            key = hash(blocks[0])  # two loops with the same bounds and no results have one hash
+            if key not in self.nodes:
+                self.nodes[key] = _Node(owner)
+                items.append(self.nodes[key])
             part = next(i for i, other in enumerate(blocks) if other == block)
-            items = self.nodes[hash(owner)].parts.setdefault(part, [])
+            items = self.nodes[key].parts.setdefault(part, [])
         items.append(op)
 
     def path(self) -> list[tuple[Any, Any]]:

@@ -11,13 +11,14 @@ from cutlass._mlir import ir
 from fa_cute.device import mma_sm100, tmem
 from fa_cute.device.protocol import Product, Range, Settle, Touch
 from fa_cute.device.recorder import Recorder, plain, wrapped
+from fa_cute.device.ring import Ring
 from fa_cute.device.topology import Topology
 
 
 def verbs(record: Recorder) -> Iterator[tuple[Any, str, Callable]]:
     """The verbs to wrap, for ``recorder.recording``; a product's own steps are not noted."""
     memory, gemm = tmem.Native, mma_sm100.Native
-    issue, make = gemm.issue, Topology._ring
+    issue, make, of = gemm.issue, Topology._ring, Ring.of
 
     def columns(first: Any, count: int) -> Range:
         return Range("tensor", record.expression(first), count, "tensor memory")
@@ -43,12 +44,17 @@ def verbs(record: Recorder) -> Iterator[tuple[Any, str, Callable]]:
 
     def recorded_make(topology: Topology, ring: Any, side: str, storage: Any, copy: Any) -> Any:
         made = make(topology, ring, side, storage, copy)
-        for i, one in enumerate(made if isinstance(made, tuple) else (made,)):
-            number = 0 if not ring.copies else i if copy is None else record.expression(copy)
-            record.copies[hash(plain(one.barriers[0]))] = number
+        number = record.expression(copy) if ring.copies else 0
+        record.copies[hash(plain(made.barriers[0]))] = number
+        return made
+
+    def recorded_of(ring: Ring, number: Any) -> Ring:
+        made = of(ring, number)
+        record.copies[hash(plain(made.barriers[0]))] = record.expression(number)
         return made
 
     yield Topology, "_ring", recorded_make
+    yield Ring, "of", recorded_of
     yield memory, "load", wrapped(memory.load, loads)
     yield memory, "store", wrapped(memory.store, stores)
     yield memory, "loaded", wrapped(memory.loaded, lambda _: record.add(Settle("load")))

@@ -126,6 +126,18 @@ class Ring:
         assert self.spec.stages == other.spec.stages
         return Ring(self.spec, self.barriers, (other.index, other.phase), self.slots)
 
+    def of(self, number: Int32 | int) -> Ring:
+        """Of rings of one kind, whose first this is, that of ``number``, in this one's state.
+
+        For a loop over them in which each takes one slot; this one is ``passed`` behind it.
+        """
+        full, empty = (first + number * (2 * self.spec.stages) for first in self.barriers)
+        return Ring(self.spec, (full, empty), (self.index, self.phase), self.slots)
+
+    def passed(self) -> None:
+        """Each ring of the kind took a slot through ``of``."""
+        self._advance()
+
     def _at(self, barriers: Any) -> Any:
         return barriers if self.spec.stages == 1 else barriers + self.index
 

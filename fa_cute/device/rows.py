@@ -98,6 +98,16 @@ def scaled(o: Vector, factor: Float32) -> Vector:
     return arith.mulf(o, emit.splat(factor.ir_value(), emit.lanes_of(o)))
 
 
+def rewrite(memory: Any, first: Int32, columns: range, change: Callable) -> None:
+    """``change(piece, at)`` of ``columns`` of this thread's row in tensor memory, which begins at
+    ``first``: a step of the range at a time."""
+    for at in columns:
+        piece = memory.load(first + at, columns.step)
+        memory.loaded()
+        memory.store(first + at, change(piece, at))
+    memory.stored()
+
+
 class Target(NamedTuple):
     """Where a row goes: ``row`` of ``g_out`` (rows, Dv), ``g_lse`` (rows,) or None, if it is one.
 

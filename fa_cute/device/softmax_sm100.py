@@ -28,32 +28,27 @@ CHAINS = 8  # independent maxima and sums: the latency of one chain of 64 would 
 
 
 class Row:
-    """Maximum and sum of this thread's row, in registers."""
+    """Maximum and sum of this thread's row, in registers; nothing is seen yet."""
 
     def __init__(self) -> None:
         self.maximum, self.sum = Registers(1), Registers(1)
+        self.maximum.fill(-Float32.inf)
+        self.sum.fill(0.0)
 
 
-def raise_maximum(
-    s: list[Vector], row: Row, c: Float32, pairs: Pairs, *, first: bool
-) -> tuple[Float32, Float32]:
+def raise_maximum(s: list[Vector], row: Row, c: Float32, pairs: Pairs) -> tuple[Float32, Float32]:
     """Take the block's scores into the maximum.
 
-    Returns the factor on O and the sum, 1 where the stale maximum stays, and the shift of
-    P = exp2(c s + shift).
+    Returns the factor on O and the sum, 1 where the stale maximum stays and 0 where nothing was
+    seen before, and the shift of P = exp2(c s + shift); c > 0.
     """
-    top = _largest(s, pairs)
-    factor = Float32(1.0)
-    if first:
-        row.maximum[0] = top
-    else:
-        stale = row.maximum[0]
-        joint = cute.arch.fmax(stale, top)
-        finite = cutlass.select_(joint == -Float32.inf, Float32(0.0), joint)
-        fall = (stale - finite) * c
-        keep = fall >= -THRESHOLD
-        factor = cutlass.select_(keep, factor, exp2(fall))
-        row.maximum[0] = cutlass.select_(keep, stale, joint)
+    stale = row.maximum[0]
+    joint = cute.arch.fmax(stale, _largest(s, pairs))
+    finite = cutlass.select_(joint == -Float32.inf, Float32(0.0), joint)
+    fall = (stale - finite) * c
+    keep = fall >= -THRESHOLD
+    row.maximum[0] = cutlass.select_(keep, stale, joint)
+    factor = cutlass.select_(keep, Float32(1.0), exp2(fall))
     return factor, shift_of(row.maximum[0], c)
 
 
@@ -77,14 +72,13 @@ class Exponent:
         return found
 
 
-def add_up(p: list[Vector], row: Row, factor: Float32, *, first: bool) -> None:
+def add_up(p: list[Vector], row: Row, factor: Float32) -> None:
     """Take the pairs ``p`` into the sum. Last in a block: nothing waits for it."""
     chains = p[:CHAINS]
     for i, pair in enumerate(p[CHAINS:]):
         chains[i % CHAINS] = arith.addf(chains[i % CHAINS], pair)
     low, high = map(Float32, emit.lanes_in(_folded(chains, arith.addf)))
-    total = low + high
-    row.sum[0] = total if first else cute.math.fma(row.sum[0], factor, total)
+    row.sum[0] = cute.math.fma(row.sum[0], factor, low + high)
 
 
 def finish(

@@ -58,6 +58,13 @@ def lay_out(**counts: int) -> dict[str, Columns]:
     return ranges
 
 
+def column_of(ranges: dict[str, Columns], kind: str, number: Int32 | int) -> Int32 | int:
+    """The first column of ``kind``'s range of that number, of ranges equally far apart."""
+    first = ranges[f"{kind}0"].first
+    following = ranges.get(f"{kind}1", ranges[f"{kind}0"]).first
+    return first + number * (following - first)
+
+
 @dataclass(frozen=True)
 class Native:
     """The tensor memory of sm_100: its first column, and that in this warp's quarter."""

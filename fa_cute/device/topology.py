@@ -139,22 +139,18 @@ class Topology:
         """A NamedTuple of every ring, seen from ``side``: "producer" or "consumer"."""
         return self.rings_from(storage, **{ring.name: side for ring in self.rings})
 
-    def rings_from(self, storage: Any, copy: Any = None, **sides: str) -> Any:
+    def rings_from(self, storage: Any, copy: Any = 0, **sides: str) -> Any:
         """A NamedTuple of the rings named, each seen from its side: "producer" or "consumer".
 
-        Of a ring with copies: the one of number ``copy`` (a value of the kernel, too), or, where
-        that is None, a tuple of all.
+        Of a ring with copies: the one of number ``copy`` (a value of the kernel, too).
         """
         specs = {ring.name: ring for ring in self.rings}
         rings = [self._ring(specs[name], side, storage, copy) for name, side in sides.items()]
         return namedtuple("Rings", list(sides))(*rings)
 
     def _ring(self, ring: RingSpec, side: str, storage: Any, copy: Any) -> Any:
-        make = getattr(Ring, side)
-        if ring.copies and copy is None:
-            copies = range(ring.copies)
-            return tuple(make(ring, self._barriers(ring, storage, i)) for i in copies)
-        return make(ring, self._barriers(ring, storage, copy if ring.copies else 0))
+        barriers = self._barriers(ring, storage, copy if ring.copies else 0)
+        return getattr(Ring, side)(ring, barriers)
 
     def _barriers(self, ring: RingSpec, storage: Any, copy: Any) -> tuple[Any, Any]:
         full = getattr(storage, f"bar_{ring.name}").data_ptr()

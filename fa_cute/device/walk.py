@@ -38,7 +38,7 @@ def side_of(spans: KvSpans, side: Int32) -> tuple[Int32, Int32, Int32]:
     right = side == 0
     return (
         cutlass.select_(right, spans.middle_end, spans.begin),
-        cutlass.select_(right, spans.last, spans.middle_begin),
+        cutlass.select_(right, spans.end, spans.middle_begin),
         cutlass.select_(right, spans.middle_begin, spans.middle_end),
     )
 

@@ -13,9 +13,11 @@ there:
 
 With one tile a CTA (head dim 256) S has two slots, and the S of the next block is issued before
 the P V of this one. Roles and rings are the tables of ``topology`` below, column ranges those of
-``columns``. Blocks of keys are visited from the last to the first (``spans.kv_spans``): one peeled
-block with every mask, then spans, each a traced body. Order on a score: scale, score_mod, bounds
-(length, causal, window), mask_mod, softmax.
+``columns``. Blocks of keys are visited from the last to the first (``spans.kv_spans``): edges that
+a bound crosses, then whole blocks, each a traced body; where the end of the keys is the only bound,
+it is cut in tensor memory, and one body is all. The tiles of a CTA are a loop's turns for the MMA's
+warp and the correction: traced once. Order on a score: scale, score_mod, bounds (length, causal,
+window), mask_mod, softmax.
 
 The target ``sm_100@sm_90a`` compiles this file for Hopper with the second implementation of the
 verbs in ``tmem`` and ``mma_sm100``: a test device.
@@ -23,7 +25,6 @@ verbs in ``tmem`` and ``mma_sm100``: a test device.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -36,6 +37,7 @@ from cutlass.cute.nvgpu import cpasync
 from fa_cute.device import emit, mma_sm100, modifiers, packing, rows, score, tmem
 from fa_cute.device import softmax_sm100 as softmax
 from fa_cute.device.bounds import bounds_of
+from fa_cute.device.correction_sm100 import Correction, Work
 from fa_cute.device.fragment import one_row
 from fa_cute.device.lower import schedule
 from fa_cute.device.modifiers import Mods
@@ -56,7 +58,7 @@ NOTE_STAGES = 8  # more than the blocks that loads are ahead of the softmax
 STAT_STAGES = 1  # of the message to the correction, which reads it at once
 SMALL = ("next", "notes", "tmem", "stat", "scratch")  # buffers of single words
 SCRATCH = 1  # the first named barrier of the mods' scratch, one a softmax warpgroup; 0 is the CTA's
-PIECE, PIECE_O = 32, 16  # columns of S and of O moved at a time; 32 of O take 56 registers, not 40
+PIECE = 32  # columns of S moved at a time
 
 
 def topology(plan: Plan) -> Topology:
@@ -176,6 +178,7 @@ class FwdSm100:
         self.memory = tmem.Native if native else tmem.Hosted
         self.pairs = Pairs(native)
         self.products = Products(plan, self.dtype, self.columns, native=native)
+        self.correction = Correction(plan, self.dtype, self.columns)
         self.fragment = one_row(plan.config.tile_n, WARPGROUP)
         self.walk = Walk(plan, self.fragment)
         graphs = (plan.score_mod, plan.mask_mod)
@@ -230,23 +233,26 @@ class FwdSm100:
         if warp == 1:
             self.memory.allocate(storage.tmem.data_ptr(), pair=self.config.pair)
         self.meet()
-        memory = self.memory.at(storage.tmem.data_ptr(), x.scratch)
         group = warp // 4
         if group == 0:
             self.registers("issue", False)
             if warp == 0:
                 self.load(x, storage, buffers)
             if warp == 1:
-                self.multiply(x, storage, buffers, memory)
+                self.multiply(x, storage, buffers)
         elif group <= self.config.q_tiles:
             self.registers("softmax", True)
-            self.soften(x, storage, buffers, memory)
+            self.soften(x, storage, buffers)
         else:
             self.registers("correction", False)
-            self.correct(x, storage, buffers, memory)
+            self.correct(x, storage, buffers)
         self.meet()
         if warp == 1:
-            memory.free(pair=self.config.pair)
+            self.tensor_memory(x, storage).free(pair=self.config.pair)
+
+    def tensor_memory(self, x: Operands, storage: Any) -> Any:
+        """The verbs of tensor memory. Each role asks: one address held for all of them spilled."""
+        return self.memory.at(storage.tmem.data_ptr(), x.scratch)
 
     def meet(self) -> None:
         """All threads wait for each other: of a pair both CTAs', which share barriers."""
@@ -372,13 +378,13 @@ class FwdSm100:
         return rings, *self.walk.entered(x, tile, words[1:]), words[0]
 
     @cute.jit
-    def multiply(self, x: Operands, storage, buffers: Buffers, memory):
+    def multiply(self, x: Operands, storage, buffers: Buffers):
         rings = self.topology.rings_from(
             storage,
             **self.on("consumer", "next", "q", "k", "v", "p", "tail"),
             **self.on("producer", "s", "o"),
         )
-        product = self.products.of(memory, buffers)
+        product = self.products.of(self.tensor_memory(x, storage), buffers)
         tile = self.first_tile()
         while tile < x.tiles.count:
             rings, _, walk, tile = self.enter(x, rings, buffers, tile)
@@ -386,7 +392,7 @@ class FwdSm100:
                 rings = self.products.tile(product, rings, walk.count)
 
     @cute.jit
-    def soften(self, x: Operands, storage, buffers: Buffers, memory):
+    def soften(self, x: Operands, storage, buffers: Buffers):
         t = cute.arch.make_warp_uniform(cute.arch.warp_idx()) // 4 - 1
         rings = self.topology.rings_from(
             storage,
@@ -396,7 +402,7 @@ class FwdSm100:
         )
         thread = cute.arch.thread_idx()[0] % WARPGROUP
         stat = buffers.stat[thread, None, None, t]
-        column = t * self.columns["s0"].count
+        memory, column = self.tensor_memory(x, storage), tmem.column_of(self.columns, "s", t)
         mods = self.modifiers(x, buffers, t)
         tile = self.first_tile()
         while tile < x.tiles.count:
@@ -405,8 +411,7 @@ class FwdSm100:
                 first = self.number(place, t) * mma_sm100.ROWS
                 limit = rows.limit_of(x.bounds, first + thread, self.walk.group)
                 own = modifiers.enter(mods, (place.batch, place.head), first)
-                state = softmax.Row()
-                body = Sweep(x, memory, stat, buffers.notes, state, limit, own, column)
+                body = Sweep(x, memory, stat, buffers.notes, softmax.Row(), limit, own, column)
                 rings = self.attend(body, rings, walk)
 
     def modifiers(self, x: Operands, buffers: Buffers, t: Int32) -> Mods:
@@ -418,23 +423,21 @@ class FwdSm100:
 
     @cute.jit
     def attend(self, body: Sweep, rings, walk: Any):
-        """One tile that sees something: the peeled first block, the others, the sums."""
+        """One tile that sees something: its blocks, then the sums."""
+        spans = walk.spans
         if const_expr(self.walk.noted):
-            rings = self.block(body, rings, None, (True, True))
-            for _ in cutlass.range(walk.count - 1, unroll=1):
-                rings = self.block(body, rings, None, (not self.masks_alone, False))
+            for _ in cutlass.range(walk.count, unroll=1):
+                rings = self.block(body, rings, None, not self.masks_alone)
+        elif const_expr(body.x.bounds.left is not None):
+            for side in cutlass.range(2, unroll=1):
+                begin, end, whole = side_of(spans, side)
+                rings = self.sweep(body, rings, begin, end, True)
+                rings = self.sweep(body, rings, whole, spans.middle_end, False)
+        elif const_expr(self.cuts):
+            rings = self.sweep(body, rings, spans.begin, spans.end, False)
         else:
-            spans = walk.spans
-            rings = self.block(body, rings, spans.last, (True, True))
-            if const_expr(body.x.bounds.left is not None):
-                for side in cutlass.range(2, unroll=1):
-                    begin, end, whole = side_of(spans, side)
-                    rings = self.sweep(body, rings, begin, end, True)
-                    rings = self.sweep(body, rings, whole, spans.middle_end, False)
-            else:
-                if const_expr(body.x.bounds.right is not None):
-                    rings = self.sweep(body, rings, spans.middle_end, spans.last, True)
-                rings = self.sweep(body, rings, spans.middle_begin, spans.middle_end, False)
+            rings = self.sweep(body, rings, spans.middle_end, spans.end, True)
+            rings = self.sweep(body, rings, spans.middle_begin, spans.middle_end, False)
         with rings.stat.fill() as end:
             body.stat[0, end.index] = body.state.sum[0]
             body.stat[1, end.index] = body.state.maximum[0]
@@ -444,12 +447,12 @@ class FwdSm100:
     def sweep(self, body: Sweep, rings, begin: Int32, end: Int32, edge: cutlass.Constexpr):
         """Blocks ``end - 1`` down to ``begin``."""
         for i in cutlass.range(end - begin, unroll=1):
-            rings = self.block(body, rings, end - 1 - i, (edge, False))
+            rings = self.block(body, rings, end - 1 - i, edge)
         return rings
 
-    def block(self, body: Sweep, rings, block: Int32 | None, kind: tuple) -> Any:
-        """S of a block (None: a note's) becomes P there; ``kind``: (an edge, the tile's first)."""
-        (edge, first), memory, c, visit = kind, body.memory, self.config, None
+    def block(self, body: Sweep, rings, block: Int32 | None, edge: bool) -> Any:
+        """S of a block (None: a note's) becomes P there; an ``edge`` takes every bound."""
+        memory, c, visit = body.memory, self.config, None
         if block is None:
             with rings.note.drain() as note:
                 visit = Visit.of(body.notes[note.index])
@@ -459,26 +462,27 @@ class FwdSm100:
         slot = rings.s.take()
         memory.entered()
         column = body.column + slot.index * c.tile_n
-        if self.masks_alone:
-            if first or visit is None:
-                self.hide(body, column, block)
-            else:
-                self.restrict(body, column, visit)
+        if self.masks_alone and visit is None:
+            self.hide(body, column, block, bounds=edge)
+        elif self.masks_alone:
+            self.restrict(body, column, visit)
+        if self.cuts:
+            self.cut(body, column, block)
         s = [memory.load(column + at, PIECE) for at in range(0, c.tile_n, PIECE)]
         memory.loaded()
         slot.release()
         if mods.score is not None:
             s = [rows.modified(emit.joined(s), mods.score.score)]
-        if edge:
+        if edge and not self.masks_alone:
             s = [rows.hide(emit.joined(s), body.limit, block * c.tile_n)]
         if mods.mask is not None:
             s = [rows.modified(emit.joined(s), mods.mask.hide)]
         gain = self.gain(body.x)
-        factor, shift = softmax.raise_maximum(s, body.state, gain, self.pairs, first=first)
-        if not first:
-            with rings.stat.fill() as message:
-                body.stat[0, message.index] = factor
-        exponent, p = softmax.Exponent((gain, shift), self.pairs, (c.emulated, c.degree)), []
+        factor, shift = softmax.raise_maximum(s, body.state, gain, self.pairs)
+        with rings.stat.fill() as message:
+            body.stat[0, message.index] = factor
+        exponent = softmax.Exponent((gain, shift), self.pairs, (c.emulated, c.degree))
+        p = []
         for ring, part in (
             (rings.p, range(0, c.early, PIECE)),
             (rings.tail, range(c.early, c.tile_n, PIECE)),
@@ -486,10 +490,12 @@ class FwdSm100:
             with ring.fill():
                 for at in part:
                     piece = exponent.of(s, at, PIECE)
+                    if at >= 2 * PIECE:
+                        memory.stored()  # long done: the words of earlier pieces may go
                     memory.store(column + at // 2, rows.rounded(emit.joined(piece), self.dtype))
                     p += piece
                 memory.stored()
-        softmax.add_up(p, body.state, factor, first=first)
+        softmax.add_up(p, body.state, factor)
         return rings
 
     @property
@@ -497,33 +503,39 @@ class FwdSm100:
         """Whether a mask_mod works in tensor memory: not after a score_mod, which does not."""
         return self.plan.mask_mod is not None and self.plan.score_mod is None
 
+    @property
+    def cuts(self) -> bool:
+        """Whether the end of the keys is cut in tensor memory, without a body for edges."""
+        return self.plan.score_mod is None and (self.walk.noted or not self.walk.cut)
+
+    def cut(self, body: Sweep, column: Int32, block: Int32) -> None:
+        """The bounds, where the block passes the end of the keys: only a tile's first can."""
+        with emit.where((block + 1) * self.config.tile_n > body.x.bounds.seqlen_k):
+            self.hide(body, column, block, mask=False, bounds=True)
+
     def restrict(self, body: Sweep, column: Int32, visit: Visit) -> None:
         """``hide``, and the bounds, unless the block is whole."""
         with emit.where(visit.whole == 0):
-            self.hide(body, column, visit.block, bounds=self.plan.causal or any(self.plan.window))
+            self.hide(body, column, visit.block, bounds=self.walk.cut)
 
-    def hide(self, body: Sweep, column: Int32, block: Int32, *, bounds: bool = False) -> None:
-        """mask_mod, and the ``bounds``, on the row of S in tensor memory, a piece at a time.
+    def hide(
+        self, body: Sweep, column: Int32, block: Int32, *, bounds: bool, mask: bool = True
+    ) -> None:
+        """The ``mask`` and the ``bounds`` on the row of S in tensor memory, a piece at a time.
 
         Beside a row in registers a mask spills: up to 232 bytes at head dim 128.
         """
         first = block * self.config.tile_n
-        mask = modifiers.enter_block(body.mods._replace(score=None), first).mask
+        mod = modifiers.enter_block(body.mods._replace(score=None), first).mask
 
         def hidden(s: Any, at: int) -> Any:
             if bounds:
                 s = rows.hide(s, body.limit, first + at)
-            return rows.modified(s, partial(mask.hide, columns=range(at, at + PIECE)))
+            if not mask:
+                return s
+            return rows.modified(s, partial(mod.hide, columns=range(at, at + PIECE)))
 
-        self.rewrite(body.memory, column, range(0, self.config.tile_n, PIECE), hidden)
-
-    def rewrite(self, memory: Any, first: Any, columns: range, change: Callable) -> None:
-        """``change(piece, at)`` of ``columns`` of this thread's row, a step at a time."""
-        for at in columns:
-            piece = memory.load(first + at, columns.step)
-            memory.loaded()
-            memory.store(first + at, change(piece, at))
-        memory.stored()
+        rows.rewrite(body.memory, column, range(0, self.config.tile_n, PIECE), hidden)
 
     def gain(self, x: Operands) -> Float32:
         """c, what a score is multiplied with to become an exponent of 2."""
@@ -531,70 +543,30 @@ class FwdSm100:
         return Float32((x.scale if graph is None else schedule(graph).lowered.gain) * LOG2_E)
 
     @cute.jit
-    def correct(self, x: Operands, storage, buffers: Buffers, memory):
+    def correct(self, x: Operands, storage, buffers: Buffers):
         rings = self.topology.rings_from(storage, **self.on("consumer", "next", "stat", "o"))
+        memory = self.tensor_memory(x, storage)
         tile = self.first_tile()
         while tile < x.tiles.count:
             rings, place, walk, tile = self.enter(x, rings, buffers, tile)
+            work = self.work(x, place, buffers, memory)
             if const_expr(self.walk.sees_some):
-                rings = self.settle((x, place), rings, buffers, memory, walk.count)
+                rings = self.correction.tile(work, rings, walk.count)
             elif walk.count > 0:
-                rings = self.settle((x, place), rings, buffers, memory, walk.count)
+                rings = self.correction.tile(work, rings, walk.count)
             else:
-                for t in cutlass.range(self.config.q_tiles, unroll=1):
-                    self.store_nothing(x, place, t)
+                self.correction.nothing(work)
 
-    @cute.jit
-    def settle(self, work: tuple, rings, buffers: Buffers, memory, count: Int32):
-        """Rescale O after each of ``count`` blocks but the last, then store it."""
-        for _ in cutlass.range(count - 1, unroll=1):
-            for t in cutlass.range_constexpr(self.config.q_tiles):
-                rings = self.rescale(rings, buffers, memory, t)
-        for t in cutlass.range_constexpr(self.config.q_tiles):
-            rings = self.finish(work, rings, buffers, memory, t)
-        return rings
-
-    def rescale(self, rings, buffers: Buffers, memory: Any, t: int) -> Any:
-        """Multiply O of tile ``t`` by a block's factors, where some row of the warp needs it."""
-        thread = cute.arch.thread_idx()[0] % WARPGROUP
-        with rings.stat[t].drain() as message:
-            factor = buffers.stat[thread, 0, message.index, t]
-        o = rings.o[t].take()
-        memory.entered()
-        with emit.where(cute.arch.vote_any_sync(factor < 1.0)):
-            first, columns = self.columns[f"o{t}"].first, range(0, self.plan.width_v, PIECE_O)
-            self.rewrite(memory, first, columns, lambda o, at: rows.scaled(o, factor))
-        o.release()
-        return rings
-
-    def finish(self, work: tuple, rings, buffers: Buffers, memory: Any, t: int) -> Any:
-        """Divide O of tile ``t`` by its sums; store it and the log-sum-exp."""
-        x, place = work
-        thread = cute.arch.thread_idx()[0] % WARPGROUP
-        with rings.stat[t].drain() as message:
-            total, maximum = (buffers.stat[thread, i, message.index, t] for i in range(2))
-        sink = x.extra.sinks[place.head] if self.plan.sinks else None
-        factor, log = softmax.finish(maximum, total, self.gain(x), sink)
-        o = rings.o[t].take()
-        memory.entered()
-        target = self.target(x, place, t)
-        for at in range(0, self.plan.width_v, PIECE_O):
-            piece = memory.load(self.columns[f"o{t}"].first + at, PIECE_O)
-            memory.loaded()
-            target.store(rows.rounded(rows.scaled(piece, factor), self.dtype), at)
-        o.release()
-        target.store_log(log)
-        return rings
-
-    def store_nothing(self, x: Operands, place: Place, t: Int32) -> None:
-        """The rows of tile ``t``, which see no key: zeros, and -inf or the sink."""
-        target, word = self.target(x, place, t), emit.integer(32)
-        for at in range(0, self.plan.width_v, PIECE_O):
-            target.store(emit.constant_of(0, word, PIECE_O // 2), at)
-        target.store_log(x.extra.sinks[place.head] if self.plan.sinks else -Float32.inf)
-
-    def target(self, x: Operands, place: Place, t: int | Int32) -> rows.Target:
-        """Where this thread's row of tile ``t`` goes."""
-        row = self.number(place, t) * mma_sm100.ROWS + cute.arch.thread_idx()[0] % WARPGROUP
-        lse = None if x.lse is None else x.lse[place.batch, place.head, None]
-        return rows.Target(x.out[place.batch, None, place.head, None], lse, row, x.rows)
+    def work(self, x: Operands, place: Place, buffers: Buffers, memory: Any) -> Work:
+        """The correction's part in the tile at ``place``."""
+        row = self.number(place, 0) * mma_sm100.ROWS + cute.arch.thread_idx()[0] % WARPGROUP
+        return Work(
+            memory=memory,
+            stat=buffers.stat,
+            out=x.out[place.batch, None, place.head, None],
+            lse=None if x.lse is None else x.lse[place.batch, place.head, None],
+            row=row,
+            end=x.rows,
+            sink=x.extra.sinks[place.head] if self.plan.sinks else None,
+            gain=self.gain(x),
+        )

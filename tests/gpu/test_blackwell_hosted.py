@@ -15,6 +15,7 @@ import torch
 import fa_cute
 from fa_cute import variants
 from fa_cute.device import ring
+from fa_cute.device.correction_sm100 import Correction
 from fa_cute.host import compile as compiling
 from fa_cute.kernels import fwd_sm100
 
@@ -114,7 +115,7 @@ def _wrong_columns(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _no_rescale(monkeypatch: pytest.MonkeyPatch) -> None:
     """The correction leaves O as it is."""
-    monkeypatch.setattr(fwd_sm100.FwdSm100, "multiply_row", lambda self, *given: None)
+    monkeypatch.setattr(Correction, "multiply_row", lambda self, *given: None)
 
 
 @pytest.mark.parametrize(
