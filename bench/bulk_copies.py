@@ -25,7 +25,7 @@ SOURCE = ROOT / "bench" / "bulk_device.py"
 
 def main(argv: list[str] | None = None) -> int:
     """Compile all, and run those whose names contain a word given; 1 if a right one is off."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(prog="bench.bulk_copies", description=__doc__.split("\n")[0])
     parser.add_argument("words", nargs="*", help="choose orders by a part of the name")
     parser.add_argument("--compile-only", action="store_true")
     given = parser.parse_args(argv)

@@ -28,7 +28,7 @@ KERNELS = {"BwdPreprocess": "before", "BwdSm90": "main", "BwdPostprocess": "afte
 
 def main(argv: list[str] | None = None) -> int:
     """Measure the cases that the flags choose, and print a row each."""
-    arguments = parser(BACKWARD).parse_args(argv)
+    arguments = parser(BACKWARD._replace(name="bench.passes")).parse_args(argv)
     report = Report("backward-passes", facts() | {"inputs": INPUTS}, arguments.out)
     for case in selection(arguments):
         modes = [(False, required) for required in REQUIRED]

@@ -42,7 +42,8 @@ LEARNED = (
 
 def main(argv: list[str] | None = None) -> int:
     """Launch the kinds whose names contain a word given, or all; 1 if one is off."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    about = __doc__.split("\n")[0]
+    parser = argparse.ArgumentParser(prog="bench.sanitize_backward", description=about)
     parser.add_argument("words", nargs="*", help="choose kinds by a part of the name")
     wrong = 0
     for name, error in errors(parser.parse_args(argv).words):

@@ -18,6 +18,7 @@ GQA = "--dims=128 --masks=full,causal --ratios=4"
 class Sets(NamedTuple):
     """A benchmark's named sets of cases, and the small one of a run without flags."""
 
+    name: str
     about: str
     presets: dict[str, str]
     default: list[str]
@@ -25,6 +26,7 @@ class Sets(NamedTuple):
 
 
 FORWARD = Sets(
+    "bench.attention",
     "Speed of the attention forward beside its peers.",
     {
         "plain": PLAIN,
@@ -44,6 +46,7 @@ FORWARD = Sets(
     list(PEERS),
 )
 BACKWARD = Sets(
+    "bench.backward",
     "Speed of the gradient beside its peers.",
     {
         "plain": PLAIN,
@@ -65,7 +68,7 @@ PRESETS = FORWARD.presets
 
 def parser(sets: Sets = FORWARD) -> argparse.ArgumentParser:
     """All flags of a benchmark of the cases in ``sets``."""
-    result = argparse.ArgumentParser(description=sets.about)
+    result = argparse.ArgumentParser(prog=sets.name, description=sets.about)
     grid = result.add_argument_group("cases (without any: a small set)")
     grid.add_argument("--preset", type=_words, help=f"full, or some of {', '.join(sets.presets)}")
     choose = {"action": _Chosen}

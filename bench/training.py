@@ -130,7 +130,7 @@ def smooth(losses: list[float]) -> Tensor:
 
 def main(argv: list[str] | None = None) -> int:
     """Train and compare; the exit status is 1 if curves part or the bias does not learn."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(prog="bench.training", description=__doc__)
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--out", type=Path)

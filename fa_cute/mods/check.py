@@ -112,7 +112,8 @@ def _notes(traced: Traced) -> list[str]:
         spent[level] += cost(node)
     for level, when in _LEVELS.items():
         if spent[level]:
-            notes.append(f"about {spent[level]} instructions {when}")
+            plural = "" if spent[level] == 1 else "s"
+            notes.append(f"about {spent[level]} instruction{plural} {when}")
     for at, tensor in enumerate(traced.captured):
         told = f"captured[{at}] has shape {tuple(tensor.shape)} on {tensor.device}"
         if tensor.dtype is torch.float64:
