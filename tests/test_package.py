@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -69,3 +70,14 @@ def test_importing_the_package_does_not_import_the_compiler() -> None:
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert run.stdout.strip() == "[]"
+
+
+def test_every_environment_variable_is_documented() -> None:
+    read = {
+        name
+        for path in (ROOT / "fa_cute").rglob("*.py")
+        for name in re.findall(r"FA_CUTE_[A-Z_]+", path.read_text())
+    }
+    text = (ROOT / "docs/architecture.md").read_text()
+    assert "FA_CUTE_CACHE_DIR" in read
+    assert [name for name in sorted(read) if f"`{name}" not in text] == []
