@@ -341,7 +341,7 @@ def test_a_tile_after_the_last() -> None:
             for item in items
         ]
 
-    assert "unordered access" in found_in(plan, wrong_by(program, edit))
+    assert "never taken" in found_in(plan, wrong_by(program, edit))
 
 
 def _fills_keys(items: tuple) -> bool:
