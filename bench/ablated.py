@@ -16,7 +16,7 @@ import cutlass.cute as cute
 from cutlass import Int32, const_expr
 from cutlass.cute.nvgpu import warp, warpgroup
 
-from fa_cute.device import lower, mma_sm90, modifiers, scheduler, score, softmax
+from fa_cute.device import loads, lower, mma_sm90, modifiers, scheduler, score, softmax
 from fa_cute.device.operand import Reuse, loader
 from fa_cute.device.scheduler import BLOCK, ask, draw, tell
 from fa_cute.device.scope import Scope
@@ -204,7 +204,7 @@ CHANGES: dict[str, Change] = {
     "draw-first": Change("next tile drawn before this one's loads", *_kernel(_DrawnFirst)),
     "sought": Change("every block's maximum sought, O rescaled", *_kernel(_Sought)),
     **{f"sections-{size}": _sections(size) for size in (16, 64, 1024)},
-    "one-hint": Change("no L2 policies apart", fwd_sm90, "Reuse", _OneHint),
+    "one-hint": Change("no L2 policies apart", loads, "Reuse", _OneHint),
     "not-hoisted": Change("mods: all at the element", score, "schedule", _nothing_hoisted),
     "not-rolling": Change("mods: all diagonals of each block", *_kernel(_NotRolling)),
     "no-lines": Change("mods: lines in two steps", Scope, "_line", lambda self, at, operands: None),
