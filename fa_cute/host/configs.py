@@ -65,7 +65,7 @@ FWD_SM90: tuple[Row, ...] = (
         None,
         True,
         FwdConfig(192, 80, 2, 2, 32, 160),
-        "S8k full, causal: softcap 616, 602 TFLOP/s, 128 x 128 559, 563; ALiBi 692, 702; 702, 675",
+        "S8k full, causal: softcap 628, 623 TFLOP/s, 128 x 128 560, 563; ALiBi 729, 702; 706, 680",
         light=True,
     ),
     Row(
