@@ -10,6 +10,8 @@ shortest one that holds what its name says: what one block of keys costs a warp.
 * ``softmax``: the exponentials of a block without a mask, one row a thread.
 * ``products``: every tcgen05.mma of a block, for all tiles of a CTA (of a pair: of both CTAs).
 * ``correction``: the rescaling of O, for all tiles, where a row asks for it.
+
+In ours the tiles of a CTA are turns of a loop in the last two: what it holds counts once a tile.
 """
 
 from __future__ import annotations
@@ -83,24 +85,41 @@ def count(code: list[Instruction]) -> dict[str, int]:
     return {"all": len(code)} | {kind: number for kind, number in kinds.items() if number}
 
 
-def loops(code: list[Instruction]) -> dict[str, dict[str, int]]:
-    """The counts of ``LOOPS``: of each the shortest that holds at least 4 of every kind."""
-    bodies = {(one.target, one.address) for one in code if one.target is not None}
-    counts = [
-        count([one for one in code if begin <= one.address <= end])
+def loops(code: list[Instruction], turns: int = 1) -> dict[str, dict[str, int]]:
+    """The counts of ``LOOPS``: of each the shortest that holds at least 4 of every kind.
+
+    With ``turns`` > 1 those behind ``softmax`` are the shortest round such a loop, which counts
+    that often.
+    """
+    bodies = sorted({(x.target, x.address) for x in code if x.target and x.target <= x.address})
+    counts = {
+        (begin, end): count([one for one in code if begin <= one.address <= end])
         for begin, end in bodies
-        if begin <= end
-    ]
+    }
     found = {}
     for name, kinds in LOOPS.items():
-        holding = [c for c in counts if all(c.get(kind, 0) >= 4 for kind in kinds)]
-        if holding:
-            found[name] = min(holding, key=lambda c: c["all"])
+        holding = [b for b, c in counts.items() if all(c.get(kind, 0) >= 4 for kind in kinds)]
+        if name == "softmax" or turns == 1:
+            choices = [Counter(counts[body]) for body in holding]
+        else:
+            choices = [
+                Counter(counts[outer]) + Counter({k: (turns - 1) * n for k, n in inner.items()})
+                for outer in bodies
+                if (inner := _inside(outer, holding, counts))
+            ]
+        if choices:
+            found[name] = dict(min(choices, key=lambda c: c["all"]))
     return found
 
 
-def read(folder: Path, cuobjdump: str) -> dict[str, Any]:
-    """What there is to count in a folder with one PTX and one cubin."""
+def _inside(outer: tuple[int, int], bodies: list, counts: dict) -> dict[str, int] | None:
+    """The counts of the longest of ``bodies`` that lies in ``outer`` and is not it."""
+    mine = [b for b in bodies if b != outer and outer[0] <= b[0] and b[1] <= outer[1]]
+    return max((counts[b] for b in mine), key=lambda c: c["all"], default=None)
+
+
+def read(folder: Path, cuobjdump: str, turns: int) -> dict[str, Any]:
+    """What there is to count in a folder with one PTX and one cubin; ``turns`` as in ``loops``."""
     (ptx,), (cubin,) = folder.glob("*.ptx"), folder.glob("*.cubin")
     text = ptx.read_text()
     command = [cuobjdump, "-sass", str(cubin)]
@@ -108,7 +127,7 @@ def read(folder: Path, cuobjdump: str) -> dict[str, Any]:
     code = instructions(run.stdout)
     return {
         "text": count(code),
-        "loops": loops(code),
+        "loops": loops(code, turns),
         "barriers": len(re.findall(r"\bmbarrier\.init", text)),
         "registers": [int(n) for n in re.findall(r"setmaxnreg\.\S+\s+(\d+)", text)],
     }
@@ -131,7 +150,8 @@ def ours(case: tuple[int, int, bool], target: str, folder: Path) -> dict[str, An
     keep = (compiler.KeepPTX(True), compiler.KeepCUBIN(True), compiler.DumpDir(str(folder)))
     function, _ = compiling._compile(plan, folder, keep)
     shared = compiling._shared_memory(str(function.ir_module))
-    return {"rows": plan.config.tile_m, "keys": plan.config.tile_n, "shared_memory": shared}
+    c = plan.config
+    return {"rows": c.tile_m, "keys": c.tile_n, "shared_memory": shared, "turns": c.q_tiles}
 
 
 def fa4(case: tuple[int, int, bool], target: str, folder: Path) -> dict[str, Any]:
@@ -199,7 +219,8 @@ def rows(who: str, target: str, cuobjdump: str) -> Iterator[dict[str, Any]]:
                     yield row | {"error": run.stderr.strip().splitlines()[-1][:200]}
                     continue
                 facts = json.loads(run.stdout.splitlines()[-1])
-                yield row | facts | read(Path(folder), cuobjdump)
+                turns = facts.pop("turns", 1)
+                yield row | facts | read(Path(folder), cuobjdump, turns)
 
 
 def summary(found: list[dict[str, Any]]) -> str:

@@ -259,7 +259,7 @@ FWD_SM100: tuple[Row, ...] = (
         (192, 128),
         None,
         None,
-        FwdSm100Config(2, 128, 2, 1, 1, 96, 2, 192, 48, 80),
+        FwdSm100Config(2, 128, 2, 1, 1, 96, 2, 192, 56, 72),
         "not measured; 224 KiB, so one slot of V",
     ),
     Row(
