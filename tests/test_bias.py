@@ -17,6 +17,7 @@ from fa_cute.configuration import Configuration
 from fa_cute.host import configs
 from fa_cute.host.backward import plans_of
 from fa_cute.host.planning import Mods, by_tiles
+from fa_cute.mods.derivative import differentiate
 from fa_cute.mods.tiles import lead_graphs, shared_by, tiled_loads
 from fa_cute.mods.trace import trace_score_mod
 from fa_cute.plan import SHARED_MEMORY_LIMIT
@@ -140,7 +141,8 @@ def test_the_plan_says_so() -> None:
     odd = table(H, S, S + 1)[..., :-1]
     assert planned(lambda b, h, q, kv: odd[h, q, kv]).bias is None
     assert planned(term, target="sm_100a").bias is None
-    plans = plans_of(plan, deterministic=False, lse_gradient=False, derivative=plan.score_mod)
+    derivative = differentiate(plan.score_mod)
+    plans = plans_of(plan, deterministic=False, lse_gradient=False, derivative=derivative)
     assert all(one.bias is None for one in plans)
 
 
