@@ -240,7 +240,8 @@ def test_tensor_memory_is_moved_column_by_column_once(head_dim: int) -> None:
     issue = next(run for run in _runs(program.body) if any(_takes_p(op) for op in run))
     copy = None
     for op in issue:
-        copy = op.copy if isinstance(op, protocol.Wait) and op.ring in ("p", "tail") else copy
+        if isinstance(op, protocol.Wait) and op.ring in ("p", "tail"):
+            copy = _value(op.copy)
         if isinstance(op, protocol.Product) and op.reads[0].space == "tensor" and copy == 0:
             multiplied.update(_spread(op.reads[0]))
     assert multiplied == p
@@ -276,7 +277,7 @@ def _columns(run: tuple, via: str) -> Counter:
 
 
 def _spread(part: protocol.Range) -> range:
-    """The columns of a range, for the first tile and the first of S's slots."""
+    """The columns of a range, for a CTA's first tile (a loop's turn) and the first of S's slots."""
     begin = _value(part.begin)
     return range(begin, begin + part.size)
 
@@ -286,4 +287,4 @@ def _value(e: Any) -> int:
         return e
     if e[0] == "tid":
         return THREADS  # of the first softmax warpgroup
-    return 0 if e[0] == "slot" else protocol.OPERATORS[e[0]](_value(e[1]), _value(e[2]))
+    return 0 if e[0] in ("slot", "turn") else protocol.OPERATORS[e[0]](_value(e[1]), _value(e[2]))
