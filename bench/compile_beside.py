@@ -37,11 +37,11 @@ def ours() -> None:
     """A line of JSON for each of ``OURS``."""
     from fa_cute.host.compile import build
 
-    plain = compile_time._plans("plain", "sm_90a")
+    plain = compile_time.by_direction("plain", "sm_90a")
     _build(build, [replace(plan, dtype="float16") for plans in plain.values() for plan in plans])
     for target, case, way in OURS:
-        plans = compile_time._plans(case, target)[way]
-        spent = compile_time._timed(functools.partial(_build, build, plans))
+        plans = compile_time.by_direction(case, target)[way]
+        spent = compile_time.timed(functools.partial(_build, build, plans))
         _put("ours", f"{target} {way}, {case}", spent["cpu"])
 
 
@@ -59,11 +59,11 @@ def flash() -> None:
     spent, inner = [0.0], CompileCallable._compile
 
     def timed(*args: Any, **kwargs: Any) -> Any:
-        started = compile_time._cpu()
+        started = compile_time.cpu_seconds()
         try:
             return inner(*args, **kwargs)
         finally:
-            spent[0] += compile_time._cpu() - started
+            spent[0] += compile_time.cpu_seconds() - started
 
     CompileCallable._compile = timed
     for dtype, causal in ((torch.float16, False), (torch.bfloat16, False), (torch.bfloat16, True)):

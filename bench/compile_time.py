@@ -107,7 +107,7 @@ def run(command: list[str], more: Mapping[str, str] | None = None) -> tuple[str,
 # --- ours: what a measured process does
 
 
-def _plans(case: str, target: str) -> dict[str, list[Any]]:
+def by_direction(case: str, target: str) -> dict[str, list[Any]]:
     """Plans by direction; a direction or target that has no kernel yet is left out."""
     from fa_cute.configuration import Configuration, find_mod
     from fa_cute.host.backward import plans_of
@@ -134,14 +134,14 @@ def _plans(case: str, target: str) -> dict[str, list[Any]]:
     return {direction: plans for direction, plans in found.items() if all(map(has_kernel, plans))}
 
 
-def _timed(action: Callable[[], Any]) -> dict[str, float]:
+def timed(action: Callable[[], Any]) -> dict[str, float]:
     """Wall and CPU seconds of ``action``, its child processes (the linker) included."""
-    before, started = _cpu(), time.perf_counter()
+    before, started = cpu_seconds(), time.perf_counter()
     action()
-    return {"wall": time.perf_counter() - started, "cpu": _cpu() - before}
+    return {"wall": time.perf_counter() - started, "cpu": cpu_seconds() - before}
 
 
-def _cpu() -> float:
+def cpu_seconds() -> float:
     """CPU seconds of this process and its children that have ended."""
     used = map(resource.getrusage, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
     return sum(one.ru_utime + one.ru_stime for one in used)
@@ -156,22 +156,22 @@ def _compile_all(plans: list[Any]) -> None:
 
 def first(case: str, direction: str, target: str) -> None:
     """The process behind ``first`` rows."""
-    plans = _plans(case, target)[direction]
-    print(json.dumps(_timed(lambda: _compile_all(plans))))
+    plans = by_direction(case, target)[direction]
+    print(json.dumps(timed(lambda: _compile_all(plans))))
 
 
 def after(cases: list[str], target: str) -> None:
     """The process behind ``after`` rows: a kernel nobody asked for, then each case."""
     from dataclasses import replace
 
-    found = {case: _plans(case, target) for case in cases}
+    found = {case: by_direction(case, target) for case in cases}
     (plan,) = found[cases[0]]["forward"]
     _compile_all([replace(plan, dtype="float16")])
     spent = _Phases()
     for case, directions in found.items():
         for direction, plans in directions.items():
             spent.clear()
-            row = _timed(lambda plans=plans: _compile_all(plans))
+            row = timed(lambda plans=plans: _compile_all(plans))
             way = {"case": case, "direction": direction, "what": "after"}
             print(json.dumps({**way, **row, "phases": spent.read()}))
 
@@ -179,9 +179,9 @@ def after(cases: list[str], target: str) -> None:
 def stored(cases: list[str], target: str) -> None:
     """The process behind ``disk`` and ``memory`` rows."""
     for case in cases:
-        for direction, plans in _plans(case, target).items():
+        for direction, plans in by_direction(case, target).items():
             for source in ("disk", "memory"):
-                row = _timed(lambda plans=plans: _compile_all(plans))
+                row = timed(lambda plans=plans: _compile_all(plans))
                 print(json.dumps({"case": case, "direction": direction, "what": source, **row}))
 
 
@@ -206,12 +206,12 @@ class _Phases:
         inner = getattr(owner, name)
 
         def outer(*args: Any, **kwargs: Any) -> Any:
-            within, started = sum(self._seconds.values()), _cpu()
+            within, started = sum(self._seconds.values()), cpu_seconds()
             try:
                 return inner(*args, **kwargs)
             finally:
                 within = sum(self._seconds.values()) - within
-                spent = _cpu() - started - within
+                spent = cpu_seconds() - started - within
                 self._seconds[phase] = self._seconds.get(phase, 0.0) + spent
 
         setattr(owner, name, outer)
@@ -230,7 +230,7 @@ class _Phases:
 
 def _ours(cases: list[str]) -> Iterator[dict[str, Any]]:
     for target in TARGETS:
-        found = {case: _plans(case, target) for case in cases}
+        found = {case: by_direction(case, target) for case in cases}
         if not all(found.values()):
             print(f"ours, {target}: no kernel for it yet")
             continue

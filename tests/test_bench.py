@@ -158,9 +158,9 @@ def test_compile_times_are_medians_by_way(tmp_path: Path) -> None:
 
 
 def test_compile_times_are_of_the_kernels_that_exist() -> None:
-    assert set(compile_time._plans("alibi", "sm_90a")) == {"forward", "backward"}
-    assert set(compile_time._plans("plain", "sm_90a")) == {"forward", "backward", "passes"}
-    assert set(compile_time._plans("window", "sm_100a")) == {"forward"}
+    assert set(compile_time.by_direction("alibi", "sm_90a")) == {"forward", "backward"}
+    assert set(compile_time.by_direction("plain", "sm_90a")) == {"forward", "backward", "passes"}
+    assert set(compile_time.by_direction("window", "sm_100a")) == {"forward"}
 
 
 def test_an_interrupted_run_prints_what_it_measured(

@@ -63,7 +63,8 @@ def ranges_of(graph: Graph) -> Ranges | None:
     for at, node in enumerate(graph.nodes[: graph.result]):
         # Arguments come before what uses them, so nothing recurses: a mod of 600 nodes may.
         if node.type == "bool":
-            finder.pieces(at, negated=False), finder.pieces(at, negated=True)
+            for negated in (False, True):
+                finder.pieces(at, negated=negated)
         elif node.type == "int32":
             finder.formed(at)
     try:
