@@ -31,6 +31,8 @@ def recorded(plan: Plan) -> Recorded:
     stream = make_fake_stream(use_tvm_ffi_env_stream=True)
     walk = getattr(kernel, "walk", None)
     named = ["visits", "spans"] if walk else ["spans"]
+    if plan.direction == BACKWARD:
+        named.append("own")
     blackwell = plan.target.startswith("sm_10")
     messages, private = {}, {"scratch": "softmax" if blackwell else "math"}
     if walk and walk.noted:
@@ -97,7 +99,21 @@ def _queries(rng: random.Random, plan: Plan) -> dict[str, int]:
     cuts = sorted(rng.randrange(6) for _ in range(4))
     if rng.random() < 0.25:
         cuts = [2] * 4
-    if not plan.window[0] and plan.score_mod is None and plan.mask_mod is None:
+    if not _two_edges(plan):
         cuts[2] = cuts[3]
     spans = dict(zip(("begin", "middle_begin", "middle_end", "end"), cuts, strict=True))
-    return spans | {"count": cuts[3] - cuts[0]}
+    own = sorted(rng.randint(cuts[0], cuts[3]) for _ in range(4))
+    if not _two_edges(plan):
+        own[2] = own[3] = cuts[3]
+    if plan.config.wide:
+        own = cuts
+    names = ("own_begin", "own_middle_begin", "own_middle_end", "own_end")
+    own_spans = dict(zip(names, own, strict=True))
+    return spans | own_spans | {"count": cuts[3] - cuts[0]}
+
+
+def _two_edges(plan: Plan) -> bool:
+    from fa_cute.device.key_walk import KeyWalk
+    from fa_cute.device.mma_sm90 import fragment
+
+    return KeyWalk(plan, fragment(plan.config.own_queries, transposed=True)).two_edges

@@ -69,6 +69,13 @@ KERNELS: dict[str, Callable[[], Plan]] = {
     "backward, causal, deterministic": lambda: backward(
         causal=True, gqa_ratio=2, deterministic=True
     ),
+    "backward, deterministic": lambda: backward(deterministic=True),
+    "backward, 64, window, deterministic": lambda: backward(
+        head_dim=64, window=(True, True), deterministic=True
+    ),
+    "backward, wide, causal, deterministic": lambda: backward(
+        head_dim=256, causal=True, deterministic=True
+    ),
     "backward, ranges of a mask": lambda: backward(mask_mod=chunked, gqa_ratio=2),
     "backward, lists of a mask": lambda: replace(backward(mask_mod=chunked), visits="lists"),
     "backward, ranges of a mask, deterministic": lambda: backward(

@@ -70,3 +70,23 @@ def test_spans_of_queries_cover_what_is_visible(
             for block in range(spans.middle_begin, spans.middle_end):
                 inside = range(block * tile_q, min((block + 1) * tile_q, lengths[0]))
                 assert all(sees(bounds, q, kv) for q in inside for kv in keys), (bounds, block)
+
+
+@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
+@pytest.mark.parametrize("tile", [(4, 4), (8, 3), (3, 8)], ids=str)
+def test_tiles_of_keys_that_visit_a_block(lengths: tuple[int, int], tile: tuple[int, int]) -> None:
+    """What a block's turns are counted by: tiles in a row, from the first visible key's on."""
+    tile_q, tile_kv = tile
+    tiles, blocks = (range(-(-n // size)) for n, size in zip(lengths[::-1], tile[::-1]))
+    for left, right in itertools.product(SIDES, SIDES):
+        bounds = Bounds(*lengths, left, right)
+        for block in blocks:
+            visiting = []
+            for n in tiles:
+                spans = q_spans(bounds, n * tile_kv, (n + 1) * tile_kv, tile_q)
+                if spans.begin <= block < spans.end:
+                    visiting.append(n)
+            begin, end = visible(bounds, block * tile_q, (block + 1) * tile_q)
+            if visiting:
+                begin = max(begin, 0) // tile_kv if left is not None else 0
+                assert visiting == list(range(begin, -(-end // tile_kv)))

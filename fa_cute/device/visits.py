@@ -78,14 +78,6 @@ class SpanVisits(NamedTuple):
         """Visit number ``index``, below ``count``; whether it is whole the consumers know."""
         return Visit(self.last - index, Int32(0))
 
-    def following(self, index: Int32, _: Int32) -> Visit:
-        """Visit number ``index``."""
-        return self.at(index)
-
-    def before(self, index: Int32, block: Int32, tiles: tuple[Int32, Int32]) -> Int32:
-        """How many of ``tiles`` [first, own) visit the block of the own one's visit ``index``."""
-        return tiles[1] - tiles[0]
-
 
 @dataclass(frozen=True)
 class RangeVisits:
@@ -168,7 +160,7 @@ class ListVisits:
         return self.at(index)
 
     def before(self, index: Int32, block: Int32, tiles: tuple[Int32, Int32]) -> Int32:
-        """As ``SpanVisits.before``, for all tiles before: they start at 0 without a left bound."""
+        """As of ``KeyRangeVisits``, for all tiles before: without a left bound they start at 0."""
         return self.turns[index]
 
 
@@ -203,7 +195,7 @@ class KeyRangeVisits:
         return [Run(*map(Int32, run)) for run in found]
 
     def before(self, _: Int32, block: Int32, tiles: tuple[Int32, Int32]) -> Int32:
-        """As ``SpanVisits.before``."""
+        """How many of ``tiles`` [first, own) visit the ``block``."""
         return blocks_in(self.runs(block), *tiles, INT32)
 
     def asked(self, block: Int32) -> tuple[Int32, Int32]:

@@ -1,6 +1,7 @@
 """Attention backward on Hopper: dK and dV of a tile of keys in registers, dQ added up in memory.
 
-Every block of queries that sees the tile is visited once. Scores are held transposed: S^T = K Q^T
+Every block of queries that sees the tile is visited once; a warpgroup whose own keys bounds hide
+from it only has its part in dQ (``pass_by``). Scores are held transposed: S^T = K Q^T
 and dP^T = V dO^T have keys as rows, 64 a consumer warpgroup, so that P^T and dS^T are the register
 operands of dV += P^T dO and dK += dS^T Q. Only dS passes through shared memory, for dQ = dS K:
 
@@ -29,10 +30,10 @@ room (wide) or this is faster (d64). Query heads of a key head follow each other
 and dV are sums in registers.
 
 Deterministic: a block of queries counts the tiles of keys that have added to it; each waits for
-those of lower keys, which were drawn before it and run or are done: none waits for ever.
-Blocks are visited from the last to the first, so that under a causal bound tile n is at each block
-one step, not two, behind tile n - 1. One warp waits for turns, up to two blocks ahead, the one that
-adds gives them on when the L2 has the block: their round trips pass beside the consumers' work.
+those drawn before it, which run or are done: none waits for ever. In which order that is, so that
+hardly any waits: ``KeyWalk.turned``. One warp waits for turns, up to two blocks ahead, and another
+gives them on when the L2 has the block: their round trips pass beside the consumers' work. Where
+dQ is added from registers the consumers take the turns of the first, and tell the second.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ from fa_cute.device import (
     softmax,
 )
 from fa_cute.device.bounds import bounds_of
-from fa_cute.device.key_walk import KeyWalk
+from fa_cute.device.key_walk import KeyWalk, Mirror, OwnSpans
 from fa_cute.device.modifiers import Mods
 from fa_cute.device.operand import Reuse, TmaOperand, loader, row_loader, tma_operand
 from fa_cute.device.products import Buffers, Fragments, Mmas, Products
@@ -67,7 +68,7 @@ from fa_cute.device.scheduler import BLOCK, HEADER, Place, Tiles, ask, draw, tel
 from fa_cute.device.topology import WARPGROUP, RingSpec, Role, Topology
 from fa_cute.device.visits import Visit
 from fa_cute.plan import SHARED_MEMORY_LIMIT, BwdIo, Extra, Launch, Plan
-from fa_cute.spans import Bounds
+from fa_cute.spans import Bounds, QSpans
 
 DTYPES = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16}
 LOADED = ("k", "v", "q", "do")  # the rings that TMA fills
@@ -156,6 +157,11 @@ class Sweep:
     work: Work
     head: Int32
     c: Float32
+    mirror: Mirror | None
+
+    def block(self, number: Int32) -> Int32:
+        """The block of that number of the tile's spans."""
+        return number if self.mirror is None else self.mirror.block(number)
 
 
 class BwdSm90:
@@ -226,9 +232,9 @@ class BwdSm90:
             if warp == 0:
                 filled = dict.fromkeys((*LOADED, "next"), "producer")
                 self.load(x, self.topology.rings_from(storage, **filled), buffers)
-            if const_expr(self.bulk):
+            if const_expr(dq_sums.handed_on(self.plan)):
                 if warp == 1:
-                    read = ("next", "dq", "turn")[: 2 + self.plan.in_turn]
+                    read = ("next", "dq", "turn")[: 2 + (self.bulk and self.plan.in_turn)]
                     sides = dict.fromkeys(read, "consumer")
                     self.sums.add(x, self.topology.rings_from(storage, **sides), buffers)
             if const_expr(self.plan.in_turn):
@@ -242,8 +248,10 @@ class BwdSm90:
     def rings_of_math(self, storage: Any) -> Any:
         """The rings of the consumers; of dQ they are the producers."""
         sides = dict.fromkeys((*LOADED, "next"), "consumer")
-        if self.bulk:
+        if dq_sums.handed_on(self.plan):
             sides["dq"] = "producer"
+        if self.plan.in_turn and not self.bulk:
+            sides["turn"] = "consumer"
         return self.topology.rings_from(storage, **sides)
 
     def allocate(self, x: Operands) -> tuple[Any, Buffers]:
@@ -327,6 +335,7 @@ class BwdSm90:
         while tile < x.tiles.count:
             work, first_key = self.work(place, group, thread)
             spans = self.walk.spans(x, place)
+            own = self.walk.own(x, place, spans, first_key)
             f = self.products.fragments(x.mmas, buffers, group)
             f.dk.fill(0.0)
             f.dv.fill(0.0)
@@ -335,15 +344,12 @@ class BwdSm90:
             for i in cutlass.range(self.plan.gqa_ratio, unroll=1):
                 head = place.head * self.plan.gqa_ratio + i
                 rows = modifiers.enter(mods, (place.batch, head), first_key)
-                body = Sweep(x, buffers, f, rows, work, head, c)
+                body = Sweep(x, buffers, f, rows, work, head, c, self.walk.mirror(x, place))
                 if const_expr(self.walk.noted):
                     count = self.walk.visits(x, place._replace(head=head)).count
                     rings = self.sweep(body, rings, Int32(0), count, None)
                 else:
-                    if const_expr(x.bounds.left is not None or self.walk.modified):
-                        rings = self.sweep(body, rings, spans.middle_end, spans.end, True)
-                    rings = self.sweep(body, rings, spans.middle_begin, spans.middle_end, False)
-                    rings = self.sweep(body, rings, spans.begin, spans.middle_begin, True)
+                    rings = self.sweeps(body, rings, spans, own)
                 modifiers.leave(rows)
             # The next K and V are loaded while dK and dV are stored.
             k.release()
@@ -375,6 +381,42 @@ class BwdSm90:
         return modifiers.of(graphs, extra, x.scale, self.fragment, scratch, by_diagonal=by_diagonal)
 
     @cute.jit
+    def sweeps(self, body: Sweep, rings, spans: QSpans, own: OwnSpans):
+        """The tile's blocks as bounds cut them: what the warpgroup sees, and what only others do.
+
+        Without a left bound the first of them are seen whole.
+        """
+        if const_expr(self.walk.two_edges):
+            if const_expr(self.walk.parted):
+                rings = self.pass_by(body, rings, own.own_end, spans.end)
+            rings = self.sweep(body, rings, own.own_middle_end, own.own_end, True)
+        rings = self.sweep(body, rings, own.own_middle_begin, own.own_middle_end, False)
+        rings = self.sweep(body, rings, own.own_begin, own.own_middle_begin, True)
+        if const_expr(self.walk.parted):
+            rings = self.pass_by(body, rings, spans.begin, own.own_begin)
+        return rings
+
+    @cute.jit
+    def pass_by(self, body: Sweep, rings, begin: Int32, end: Int32):
+        """Blocks hidden from all keys of the warpgroup: it has its part in dQ of the others'."""
+        f, of_q = body.f, self.plan.gradients[0]
+        for i in cutlass.range(end - begin, unroll=1):
+            do_ring = rings.do.beside(rings.q) if const_expr(self.tight) else rings.do
+            q = rings.q.take()
+            do = do_ring.take()
+            do.release()
+            if const_expr(of_q):
+                f.ds_rows.fill(0.0)
+                self.write(body, f.ds_rows, body.buffers.ds, q)
+            self.meet_all(body)
+            if const_expr(of_q):
+                dq = self.products.dq(f, q.index)
+                warpgroup.wait_group(0)
+                self.put_dq(body, rings, dq, body.block(end - 1 - i))
+            q.release()
+        return rings
+
+    @cute.jit
     def sweep(self, body: Sweep, rings, begin: Int32, end: Int32, edge: cutlass.Constexpr):
         """Blocks of queries ``end - 1`` down to ``begin``; ``edge``: they need the bounds.
 
@@ -387,9 +429,10 @@ class BwdSm90:
         for i in cutlass.range(end - begin, unroll=1):
             do_ring = rings.do.beside(rings.q) if const_expr(self.tight) else rings.do
             q = rings.q.take()
-            visit = Visit(end - 1 - i, Int32(not edge))
             if const_expr(edge is None):
                 visit = Visit.of(body.buffers.notes[q.index])
+            else:
+                visit = Visit(body.block(end - 1 - i), Int32(not edge))
             block = visit.block
             s = self.products.s(f, q.index)
             do = do_ring.take()
@@ -516,6 +559,12 @@ class BwdSm90:
                 self.sums.hand_on(body.buffers.dq, body.work, dq)
             return
         sums = body.x.io.sums[body.work.place.batch, body.head, 0, None]
+        if self.plan.in_turn:
+            with rings.turn.drain():
+                self.sums.add_own(sums, body.work, dq, block)
+            with rings.dq.fill():
+                pass
+            return
         self.sums.add_own(sums, body.work, dq, block)
 
     def store(self, x: Operands, work: Work, f: Fragments) -> None:

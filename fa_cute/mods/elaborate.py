@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Sequence
 
 import torch
@@ -104,7 +103,7 @@ class Elaboration:
             return self.terms[ref]
         how, value = ref
         if how is float:
-            return struct.unpack("d", value)[0]
+            return float.fromhex(value)
         if how is tuple:
             return tuple(self._decoded(item) for item in value)
         return value

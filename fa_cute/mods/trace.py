@@ -112,8 +112,8 @@ def _trace(fn: Callable, kind: str) -> Traced:
         _remember(key, finished)
     return Traced(
         finished.graph,
-        tuple(map(tape.tensors.__getitem__, finished.captured)),
-        tuple(map(tape.scalars.__getitem__, finished.scalars)),
+        tuple([tape.tensors[slot] for slot in finished.captured]),
+        tuple([tape.scalars[slot] for slot in finished.scalars]),
     )
 
 
@@ -151,11 +151,9 @@ class _Tracing(TorchFunctionMode):
 
 
 def _holds_value(key: object) -> bool:
-    if type(key) is Value:
-        return True
     parts = key if isinstance(key, tuple) else (key,)
     for part in parts:
-        if type(part) is Value:
+        if isinstance(part, Value):
             return True
         if isinstance(part, slice) and _holds_value((part.start, part.stop, part.step)):
             return True

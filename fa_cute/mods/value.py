@@ -183,10 +183,7 @@ def _operator(name: str) -> Callable:
 def _reflected(name: str) -> Callable:
     def backward(self: Value, other: object) -> Value:
         tape = self.tape
-        ref = (int, other) if type(other) is int else tape.operand(other)
-        ops = tape.ops
-        ops.append((name, ref, self.at))
-        return Value(tape, len(ops) - 1)
+        return tape.record(name, tape.operand(other), self.at)
 
     return backward
 
