@@ -67,7 +67,9 @@ def test_each_real_element_is_written_once(monkeypatch: pytest.MonkeyPatch) -> N
             for block in range(groups // QUAD):
                 words = [pair(lane, block * QUAD + j) for j in range(QUAD)]
                 vector = epilogue.transpose_quad(words, epilogue.sides_of(lane))
-                first, real = epilogue.vectors_of(block, lane, columns)
+                start = lane * epilogue.VECTOR_COLUMNS
+                offset, real = epilogue.vector_at(block, start, columns)
+                first = start + offset
                 held = [column for word in vector for column in word]
                 assert held == list(range(first, first + 8)), (columns, block, lane, held)
                 written += held if real else []

@@ -57,26 +57,18 @@ def _exchanged(word: Word, distance: int) -> Word:
     return nvvm.shfl_sync(every, word, offset, clamp, nvvm.ShflKind.bfly)
 
 
-def vectors_of(
-    block: int,
-    lane: int | Int32,
-    columns: int,
-    part: tuple | None = None,
-    width: int = 0,
-) -> tuple[int | Int32, Any]:
-    """The first column of ``lane``'s vector of a row's 32-column ``block``; whether it is real.
+def vector_at(
+    block: int, start: int | Int32, columns: int, width: int | None = None
+) -> tuple[int, Any]:
+    """Where a lane's vector of a row's 32-column ``block`` begins, from ``start``; if it is real.
 
-    Columns from ``columns`` on are padding. Their number is a multiple of 8, so a vector is real or
-    padding as a whole. Blocks without padding give True: no instruction. ``part``: (number, count)
-    of the parts of ``width`` columns of a row.
+    ``start``: the lane's first column. Columns from ``columns`` on are padding. Their number is a
+    multiple of 8, so a vector is real or padding as a whole. Blocks without padding give True: no
+    instruction. ``width``: of the whole row, where ``start`` is in a part of it.
     """
-    first = block * BLOCK_COLUMNS + lane * VECTOR_COLUMNS
-    if part is not None:
-        number, count = part
-        first = first + number * width
-        return first, True if count * width <= columns else first < columns
-    whole = (block + 1) * BLOCK_COLUMNS <= columns
-    return first, True if whole else first < columns
+    first = block * BLOCK_COLUMNS
+    end = first + BLOCK_COLUMNS if width is None else width
+    return first, True if end <= columns else start + first < columns
 
 
 def store_rows(
@@ -93,8 +85,7 @@ def store_rows(
     for r in range(FRAGMENT_ROWS):
         own = words[r::FRAGMENT_ROWS]
         quads = [own[at : at + QUAD] for at in range(0, len(own), QUAD)]
-        vectors = [transpose_quad(quad, sides) for quad in quads]
-        _store_row(vectors, g_out, row + 8 * r, rows, part)
+        _store_row([transpose_quad(quad, sides) for quad in quads], g_out, row + 8 * r, rows, part)
 
 
 def store_zeros(width: int, g_out: cute.Tensor, row: Int32, rows: Int32) -> None:
@@ -109,22 +100,26 @@ def _store_row(
     vectors: list[list[Word]], g_out: cute.Tensor, row: Int32, rows: Int32, part: tuple | None
 ) -> None:
     """Write this lane's vector of each 32-column block to ``row``, unless it is past the last."""
-    lane = cute.arch.lane_idx() % QUAD
+    start, width = cute.arch.lane_idx() % QUAD * VECTOR_COLUMNS, None
+    if part is not None:
+        own = BLOCK_COLUMNS * len(vectors)
+        start, width = start + part[0] * own, part[1] * own
     with emit.where(row < rows):
         g_row = g_out[row, None]
+        # One address: the compiler's own arithmetic of pointers was 7 operations a vector.
+        base = (g_row.iterator + start).llvm_ptr
         for block, words in enumerate(vectors):
-            width = BLOCK_COLUMNS * len(vectors)
-            first, real = vectors_of(block, lane, cute.size(g_row), part, width)
+            first, real = vector_at(block, start, cute.size(g_row), width)
             if real is True:
-                _store_vector(words, g_row, first)
+                _store_vector(words, base, first)
             else:
                 with emit.where(real):
-                    _store_vector(words, g_row, first)
+                    _store_vector(words, base, first)
 
 
-def _store_vector(words: list[Word], g_row: cute.Tensor, first: Int32) -> None:
-    """Write 8 columns of ``g_row`` (Dv,) from column ``first`` on: 16 bytes, aligned."""
-    place = (g_row.iterator + first).llvm_ptr
+def _store_vector(words: list[Word], base: Any, first: int) -> None:
+    """Write 8 columns from the ``first`` behind ``base`` on: 16 bytes, aligned."""
+    place = llvm.getelementptr(base.type, base, [], [first], emit.integer(16), None)
     llvm.store(emit.gathered(words, QUAD), place, alignment=2 * VECTOR_COLUMNS)
 
 

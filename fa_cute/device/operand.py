@@ -45,7 +45,9 @@ def tma_operand(
     ``layout`` is the staged shared-memory layout. Rows past S arrive as zeros, whatever memory
     holds there.
     """
-    by_row = cute.make_tensor(tensor.iterator, cute.select(tensor.layout, mode=[1, 3, 2, 0]))
+    # The compiler's ``cute.select`` reads the shape for each mode: 32 operations traced.
+    layout_by_row = cute_dialect.select(tensor.layout, mode=[1, 3, 2, 0])
+    by_row = cute.make_tensor(tensor.iterator, layout_by_row)
     return box_operand(by_row, layout, box, load)
 
 
@@ -114,8 +116,8 @@ def _parts(operand: TmaOperand, s: cute.Tensor, at: tuple, boxes: tuple) -> tupl
         operand.atom,
         0,
         cute.make_layout(1),
-        cute.group_modes(s, 0, 2),
-        cute.group_modes(g, 0, 2),
+        cute_dialect.group_modes(s.value, 0, 2),
+        cute_dialect.group_modes(g.value, 0, 2),
     )
 
 

@@ -200,14 +200,15 @@ class Ring:
 
     def take(self) -> Slot:
         """Consumer: wait for the next slot; it must be released exactly once."""
-        full, empty = self.barriers
-        cute.arch.mbarrier_wait(self._at(full), self.phase)
+        full, empty = self._at(self.barriers[0]), None
+        cute.arch.mbarrier_wait(full, self.phase)
         by_lanes = self.spec.noted or self.spec.by_lanes or not self.spec.tx_bytes
-        freed = self._at(empty) if self.spec.freed else None
+        if self.spec.freed:
+            empty = self._at(self.barriers[1])
         slot = Slot(
             self.index,
-            self._at(full),
-            freed,
+            full,
+            empty,
             read_by_lanes=by_lanes,
             refilled_by_tma=self.spec.by_lanes,
             paired=self.spec.paired,

@@ -305,7 +305,7 @@ def _compile(plan: Plan, scratch: Path, more: tuple = ()) -> tuple[Any, str]:
         *more,
     )
     stream = make_fake_stream(use_tvm_ffi_env_stream=True)
-    with _no_tuple_warnings():
+    with _no_tuple_warnings(), _symbols_looked_up():
         function = cute.compile[options](
             _entry(plan), *_fake_arguments(plan), stream, no_jit_engine=True
         )
@@ -338,6 +338,24 @@ def _no_tuple_warnings() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Argument extra .* cannot be converted")
         yield
+
+
+@contextlib.contextmanager
+def _symbols_looked_up() -> Iterator[None]:
+    """Whether a module has a symbol is asked of its table.
+
+    The compiler walks all of the module for each message of the call's ABI: half of the ABI's time.
+    """
+    from cutlass._mlir import ir
+    from cutlass.base_dsl.tvm_ffi_builder import mlir_builder
+
+    builder = mlir_builder.MLIRBuilder
+    walked = builder._module_symbol_exists
+    builder._module_symbol_exists = lambda _, module, name: name in ir.SymbolTable(module.operation)
+    try:
+        yield
+    finally:
+        builder._module_symbol_exists = walked
 
 
 def _fake_arguments(plan: Plan) -> tuple[Any, Extra, Launch]:

@@ -376,6 +376,15 @@ class FwdSm90(Loads):
         softmax.begin(s, f.p, state, self.exponent(body), **how)
         if const_expr(self.walk.noted):
             rings = self.follow(body, rings, walk - 1, whole)
+        elif const_expr(self.plan.seeks and None not in (x.bounds.left, x.bounds.right)):
+            # Its edges differ by nothing: turns of one body, with the whole blocks between.
+            for turn in cutlass.range(2, unroll=1):
+                left = turn != 0
+                begin = cutlass.select_(left, walk.begin, walk.middle_end)
+                end = cutlass.select_(left, walk.middle_begin, walk.last)
+                middle_end = cutlass.select_(left, walk.middle_begin, walk.middle_end)
+                rings = self.sweep(body, rings, begin, end, (True, True))
+                rings = self.sweep(body, rings, walk.middle_begin, middle_end, (False, False))
         else:
             # Without a right bound the peeled block is the only edge there.
             if const_expr(x.bounds.right is not None):
