@@ -34,7 +34,7 @@ def recorded(plan: Plan) -> Recorded:
     if plan.direction == BACKWARD:
         named.append("own")
     blackwell = plan.target.startswith("sm_10")
-    messages, private = {}, {"scratch": "softmax" if blackwell else "math"}
+    messages, private = {("next", 0): ("next",)}, {"scratch": "softmax" if blackwell else "math"}
     if walk and walk.noted:
         messages["next", 1] = "count"
         named = ["visits"]

@@ -220,7 +220,7 @@ class _Run:
         table, ring = self.rings[op.ring], (op.ring, warp.value(op.copy))
         peeks = op.side == "peek"
         side = "take" if peeks else op.side
-        if peeks and warp.path and not warp.value(("next",)):
+        if peeks and not warp.value(op.there):
             warp.slots[op.slot] = None
             return True
         turn = warp.laps.get((ring, side), 0)

@@ -159,16 +159,22 @@ class Products:
             dv=cute.make_rmem_tensor(of_dv, Float32),
         )
 
-    def s(self, f: Fragments, stage: Int32) -> cute.Tensor:
-        """Issue S^T = K Q^T into a new accumulator."""
-        return self._scores(f, f.k_rows, f.q_columns, stage)
+    def scores(self, f: Fragments) -> cute.Tensor:
+        """A new accumulator for S^T or dP^T."""
+        return cute.make_rmem_tensor(f.mmas.scores.partition_shape_C(self.tile), Float32)
+
+    def s(self, f: Fragments, stage: Int32, acc: cute.Tensor) -> cute.Tensor:
+        """Issue S^T = K Q^T into ``acc``."""
+        return self._scores(f, (f.k_rows, f.q_columns), stage, acc)
 
     def dp(self, f: Fragments, stage: Int32) -> cute.Tensor:
         """Issue dP^T = V dO^T into a new accumulator."""
-        return self._scores(f, f.v_rows, f.do_columns, stage)
+        return self._scores(f, (f.v_rows, f.do_columns), stage, self.scores(f))
 
-    def _scores(self, f: Fragments, a: cute.Tensor, b: cute.Tensor, stage: Int32) -> cute.Tensor:
-        acc = cute.make_rmem_tensor(f.mmas.scores.partition_shape_C(self.tile), Float32)
+    def _scores(
+        self, f: Fragments, of: tuple[cute.Tensor, cute.Tensor], stage: Int32, acc: cute.Tensor
+    ) -> cute.Tensor:
+        a, b = of
         a, b = a[None, None, None, 0], b[None, None, None, stage]
         mma_sm90.gemm(f.mmas.scores, acc, a, b, clear=True)
         return acc

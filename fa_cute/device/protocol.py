@@ -74,7 +74,7 @@ class Branch(NamedTuple):
 class Wait(NamedTuple):
     """Take the next slot of a ring, to fill it or (``side`` "take") to read it; name it ``slot``.
 
-    "peek" waits for it and does not take it: the next tile's first, where there is such a tile.
+    "peek" waits for it and does not take it, where it is ``there``: the next tile's first, say.
     ``copy``: which of the ring's copies. ``flip``: 1 waits for the other phase (a seeded fault).
     """
 
@@ -83,6 +83,7 @@ class Wait(NamedTuple):
     slot: int
     copy: Expr = 0
     flip: int = 0
+    there: Expr = 1
 
 
 class Arrive(NamedTuple):

@@ -423,7 +423,10 @@ def _ring_verbs(record: Recorder) -> Iterator[tuple[Any, str, Callable]]:
 
     def recorded_peek(ring: Ring, there: Any) -> Any:
         mine = record.hold(ring)
-        record.add(protocol.Wait(ring.spec.name, "peek", mine.number, mine.copy))
+        # Before the first loop it is asked of the CTA's first tile, which there is.
+        looping = any(owner.name != "scf.if" for owner, _ in record.path())
+        where = record.expression(there) if looping else 1
+        record.add(protocol.Wait(ring.spec.name, "peek", mine.number, mine.copy, there=where))
         return peek(ring, there)
 
     def recorded_draw(*args: Any) -> Any:

@@ -148,7 +148,10 @@ class Work(NamedTuple):
 
 @dataclass(frozen=True)
 class Sweep:
-    """What the body of the main loop reads, and the registers that it updates in place."""
+    """What the body of the main loop reads, and the registers that it updates in place.
+
+    ``s``: the accumulator of S; ``lowest``: the last block that the warpgroup sees, by number.
+    """
 
     x: Operands
     buffers: Buffers
@@ -158,6 +161,8 @@ class Sweep:
     head: Int32
     c: Float32
     mirror: Mirror | None
+    s: cute.Tensor
+    lowest: Int32
 
     def block(self, number: Int32) -> Int32:
         """The block of that number of the tile's spans."""
@@ -184,9 +189,14 @@ class BwdSm90:
         # causal 639 and 636), but of 128 queries P, its rounded copy and dP pass the registers:
         # then dV waits for dS.
         self.late = self.config.own_queries > 64
-        self.early = self.late or (self.config.wide and plan.score_mod is None)
+        # S of the next block behind dK: d128, S8k, full 589 to 611, causal 576 to 607. Then dP must
+        # not wait for the exponentials (599, 574), and of Q two slots are held.
+        modified = plan.score_mod is not None or plan.mask_mod is not None
+        self.ahead = all(plan.gradients) and not modified and self.config.stages > 1
+        self.early = self.late or self.ahead or (self.config.wide and plan.score_mod is None)
         # A mod needs registers of its own: a learned T5 table spilled 184 bytes at d128, now none.
-        self.tight = plan.score_mod is not None or self.config.own_queries > 64
+        # With S ahead ptxas serialises the products of d128 otherwise.
+        self.tight = plan.score_mod is not None or self.config.own_queries > 64 or self.ahead
 
     @cute.jit
     def __call__(self, io: BwdIo, extra: Extra, launch: Launch, stream):
@@ -341,10 +351,12 @@ class BwdSm90:
             f.dv.fill(0.0)
             # Once a tile, as the header: one state in registers for the three rings.
             k, v = rings.k.beside(rings.next).take(), rings.v.beside(rings.next).take()
+            s = self.products.scores(f)
             for i in cutlass.range(self.plan.gqa_ratio, unroll=1):
                 head = place.head * self.plan.gqa_ratio + i
                 rows = modifiers.enter(mods, (place.batch, head), first_key)
-                body = Sweep(x, buffers, f, rows, work, head, c, self.walk.mirror(x, place))
+                mirror = self.walk.mirror(x, place)
+                body = Sweep(x, buffers, f, rows, work, head, c, mirror, s, own.own_begin)
                 if const_expr(self.walk.noted):
                     count = self.walk.visits(x, place._replace(head=head)).count
                     rings = self.sweep(body, rings, Int32(0), count, None)
@@ -389,6 +401,10 @@ class BwdSm90:
         if const_expr(self.walk.two_edges):
             if const_expr(self.walk.parted):
                 rings = self.pass_by(body, rings, own.own_end, spans.end)
+        if const_expr(self.ahead):
+            self.open(rings, body, own.own_end > own.own_begin)
+            warpgroup.wait_group(0)
+        if const_expr(self.walk.two_edges):
             rings = self.sweep(body, rings, own.own_middle_end, own.own_end, True)
         rings = self.sweep(body, rings, own.own_middle_begin, own.own_middle_end, False)
         rings = self.sweep(body, rings, own.own_begin, own.own_middle_begin, True)
@@ -434,14 +450,17 @@ class BwdSm90:
             else:
                 visit = Visit(body.block(end - 1 - i), Int32(not edge))
             block = visit.block
-            s = self.products.s(f, q.index)
+            s = body.s
+            if const_expr(not self.ahead):
+                self.products.s(f, q.index, s)
             do = do_ring.take()
             if const_expr(self.early):
                 dp = self.products.dp(f, do.index)
             first = block * self.config.tile_q + body.work.first_query
             always = body.mods if const_expr(edge is not None) else body.mods._replace(mask=None)
             blocks = modifiers.enter_block(always, first)
-            warpgroup.wait_group(1 if self.early else 0)
+            if const_expr(not self.ahead):
+                warpgroup.wait_group(1 if self.early else 0)
             s_view = mma_sm90.rows_and_columns(s)
             slopes = self.modify(body, blocks, s_view, block, limit if edge else None)
             if const_expr(edge is None):
@@ -483,9 +502,20 @@ class BwdSm90:
                 warpgroup.wait_group(int(of_kv))
             if const_expr(of_q):
                 self.put_dq(body, rings, dq, block)
-            warpgroup.wait_group(0)
+            if const_expr(self.ahead):
+                # Behind dQ's last use: before it both accumulators pass the registers of d128.
+                self.open(rings, body, end - 1 - i > body.lowest)
+            warpgroup.wait_group(int(self.ahead))
             q.release()
+            warpgroup.wait_group(0)
         return rings
+
+    def open(self, rings: Any, body: Sweep, there: Any) -> None:
+        """Issue S of the next block that the warpgroup sees; does not wait for it.
+
+        If it is not ``there``, S of what lies in its slot, for nobody: a branch would be waited in.
+        """
+        self.products.s(body.f, rings.q.await_next(there), body.s)
 
     def modify(
         self, body: Sweep, blocks: Mods, s: cute.Tensor, block: Int32, limit: mask.Limits | None
