@@ -8,9 +8,14 @@ operands of dV += P^T dO and dK += dS^T Q. Only dS passes through shared memory,
     P = exp2(c S + shift)      dS = P (dP - delta) mod'(S)      shift, delta: bwd_preprocess.py
 
     load       K V Q0 dO0 Q1 dO1 Q2 ... next
-    consumers  [S] exp [dP dV] dS, write | [dQ dK] dQ to shared memory ... the next block
-    d64        [S dP] exp, dS [dV] write |         every consumer's part of dS is there
+    consumers  [dP] exp [dV] dS, write | [dQ dK] dQ to shared memory [S of the next block]
+    d64        [dP] exp, dS [dV] write |
+    mods       [S] exp [dP dV] dS, write | [dQ dK] ...    | every consumer's part of dS is there
     add dQ                                                             [reduction]
+
+A tile's first S comes before its loop; its last block issues one for nobody. S stands behind the
+last use of dQ's registers, and is awaited with dK: in flight over the loop's end it would be
+serialised.
 
 A CTA an SM draws one tile of keys after another: the next K and V are loaded while dK and dV are
 stored.
