@@ -194,8 +194,8 @@ class BwdSm90:
         # causal 639 and 636), but of 128 queries P, its rounded copy and dP pass the registers:
         # then dV waits for dS.
         self.late = self.config.own_queries > 64
-        # S of the next block behind dK: d128, S8k, full 589 to 611, causal 576 to 607. Then dP must
-        # not wait for the exponentials (599, 574), and of Q two slots are held.
+        # S of the next block behind dK: d128, S8k, full 618 to 635 TFLOP/s, causal 586 to 612. Of Q
+        # two slots are held then.
         modified = plan.score_mod is not None or plan.mask_mod is not None
         self.ahead = all(plan.gradients) and not modified and self.config.stages > 1
         self.early = self.late or self.ahead or (self.config.wide and plan.score_mod is None)
