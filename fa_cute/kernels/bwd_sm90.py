@@ -403,9 +403,8 @@ class BwdSm90:
 
         Without a left bound the first of them are seen whole.
         """
-        if const_expr(self.walk.two_edges):
-            if const_expr(self.walk.parted):
-                rings = self.pass_by(body, rings, own.own_end, spans.end)
+        if const_expr(self.walk.two_edges and self.walk.parted):
+            rings = self.pass_by(body, rings, own.own_end, spans.end)
         if const_expr(self.ahead):
             self.open(rings, body, own.own_end > own.own_begin)
             warpgroup.wait_group(0)
