@@ -50,7 +50,7 @@ from typing import Any, NamedTuple
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
-from cutlass.cute.nvgpu import cpasync, warpgroup
+from cutlass.cute.nvgpu import warpgroup
 
 from fa_cute.device import (
     differential,
@@ -65,11 +65,12 @@ from fa_cute.device import (
     softmax,
 )
 from fa_cute.device.bounds import bounds_of
+from fa_cute.device.key_loads import KeyLoads
 from fa_cute.device.key_walk import KeyWalk, Mirror, OwnSpans
 from fa_cute.device.modifiers import Mods
-from fa_cute.device.operand import Reuse, TmaOperand, loader, row_loader, tma_operand
+from fa_cute.device.operand import TmaOperand, tma_operand
 from fa_cute.device.products import Buffers, Fragments, Mmas, Products
-from fa_cute.device.scheduler import BLOCK, HEADER, Place, Tiles, ask, draw, tell, told
+from fa_cute.device.scheduler import HEADER, Place, Tiles, told
 from fa_cute.device.topology import WARPGROUP, RingSpec, Role, Topology
 from fa_cute.device.visits import Visit
 from fa_cute.plan import SHARED_MEMORY_LIMIT, BwdIo, Extra, Launch, Plan
@@ -174,7 +175,7 @@ class Sweep:
         return number if self.mirror is None else self.mirror.block(number)
 
 
-class BwdSm90:
+class BwdSm90(KeyLoads):
     """The kernel of one plan; ``__call__`` is its host entry."""
 
     def __init__(self, plan: Plan):
@@ -300,45 +301,6 @@ class BwdSm90:
         header = storage.next.get_tensor(cute.make_layout(len(HEADER)))
         p = tiles[5] if c.wide else None
         return storage, Buffers(*tiles[:5], *rows, p, dq, scratch, notes, next=header)
-
-    @cute.jit
-    def load(self, x: Operands, rings, buffers: Buffers):
-        for operand in (x.k, x.v, x.q, x.do):
-            cpasync.prefetch_descriptor(operand.atom)
-        tile, place = self.walk.first(x)
-        while tile < x.tiles.count:
-            with rings.k.fill() as k:
-                loader(x.k, buffers.k, place.head, place.batch, Reuse.ONCE)(place.block, k)
-            with rings.v.fill() as v:
-                loader(x.v, buffers.v, place.head, place.batch, Reuse.ONCE)(place.block, v)
-            for i in cutlass.range(self.plan.gqa_ratio, unroll=1):
-                head = place.head * self.plan.gqa_ratio + i
-                load_q = loader(x.q, buffers.q, head, place.batch, Reuse.OFTEN)
-                load_do = loader(x.do, buffers.do, head, place.batch, Reuse.OFTEN)
-                load_shift = row_loader(x.io.shift[place.batch, head, None], buffers.shift)
-                load_delta = row_loader(x.io.delta[place.batch, head, None], buffers.delta)
-                visits = self.walk.visits(x, place._replace(head=head))
-                block = self.walk.spans(x, place).end
-                for j in cutlass.range(visits.count, unroll=1):
-                    visit = self.walk.following(visits, j, block)
-                    block = visit.block
-                    note = (buffers.notes, visit.word()) if const_expr(self.walk.noted) else None
-                    with rings.q.fill(note) as q:
-                        load_q(block, q)
-                        load_shift(block, q)
-                    with rings.do.fill() as do:
-                        load_do(block, do)
-                        load_delta(block, do)
-            asked = ask(x.counter)
-            with rings.next.fill():
-                tile = draw(x.tiles, x.counter, asked, buffers.next)
-                if const_expr(self.walk.sorted):
-                    # A tile past the last has no place: memcheck saw the order read past its end.
-                    if tile < x.tiles.count:
-                        place = self.walk.place(x, tile)
-                else:
-                    place = self.walk.place(x, tile)
-                tell(buffers.next, BLOCK, place)
 
     @cute.jit
     def math(self, x: Operands, rings, buffers: Buffers):
