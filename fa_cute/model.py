@@ -148,15 +148,15 @@ def expected(plan: Plan) -> Counts:
     """What the text of ``plan``'s kernel holds, without mods or sinks.
 
     S before the loop, P V and S in it, P V behind it; a softmax body for whole blocks, with what
-    cuts the end of the keys in tensor memory, or one for edges; one rescaling of O and one division
-    of it. The CTA's tiles are turns of a loop, or warpgroups: each has this text.
+    cuts the end of the keys in tensor memory, or one for edges, which puts its late columns there
+    again; either reads those twice; one rescaling of O and one division of it. The CTA's tiles are turns of a loop, or warpgroups: each has this text.
     """
     c = plan.config
     s, pv = plan.width // 16, c.tile_n // 16
     kinds = 1 + (plan.causal or any(plan.window))
     row = Body(*(kinds * count for count in body(c)))
     o = plan.width_v
-    pieces = 2 * c.tile_n // PIECE
+    pieces, late = 2 * c.tile_n // PIECE, (c.tile_n - c.early) // PIECE
     return Counts(
         products=2 * (s + pv),
         exponentials=row.exponentials,
@@ -165,6 +165,6 @@ def expected(plan: Plan) -> Counts:
         multiplies=2 * o // 2,
         maxima=row.maxima,
         conversions=row.conversions + o // 2,
-        loads=pieces + 2 * o // PIECE_O,
-        stores=pieces + o // PIECE_O,
+        loads=pieces + kinds * late + 2 * o // PIECE_O,
+        stores=pieces + (kinds - 1) * late + o // PIECE_O,
     )

@@ -468,35 +468,65 @@ class FwdSm100:
             self.restrict(body, column, visit)
         if self.cuts:
             self.cut(body, column, block)
-        s = [memory.load(column + at, PIECE) for at in range(0, c.tile_n, PIECE)]
+        s = self.pieces(memory, column, range(0, c.tile_n, PIECE))
         memory.loaded()
         slot.release()
+        bounded = edge and not self.masks_alone
         if mods.score is not None:
-            s = [rows.modified(emit.joined(s), mods.score.score)]
-        if edge and not self.masks_alone:
-            s = [rows.hide(emit.joined(s), body.limit, block * c.tile_n)]
+            s = self.split(rows.modified(emit.joined(s), mods.score.score))
+        if bounded:
+            s = self.split(rows.hide(emit.joined(s), body.limit, block * c.tile_n))
         if mods.mask is not None:
-            s = [rows.modified(emit.joined(s), mods.mask.hide)]
-        gain = self.gain(body.x)
+            s = self.split(rows.modified(emit.joined(s), mods.mask.hide))
+        if bounded or mods.score is not None:
+            for at in range(c.early, c.tile_n, PIECE):
+                memory.store(column + at, s[at // PIECE])
+            memory.stored()
+        self.hand_over(body, rings, s, column)
+        return rings
+
+    def hand_over(self, body: Sweep, rings, s: list, column: Int32) -> None:
+        """P = exp2(c s + shift) of the row ``s`` takes its place, the early columns first.
+
+        The late columns are read once more when the early ones of P are there: ptxas would compute
+        all exponentials before it stores any, 27 instructions before the end. It also leaves their
+        registers to P: ALiBi spilled up to 28 bytes.
+        """
+        memory, c, gain = body.memory, self.config, self.gain(body.x)
         factor, shift = softmax.raise_maximum(s, body.state, gain, self.pairs)
         with rings.stat.fill() as message:
             body.stat[0, message.index] = factor
         exponent = softmax.Exponent((gain, shift), self.pairs, (c.emulated, c.degree))
-        p = []
-        for ring, part in (
-            (rings.p, range(0, c.early, PIECE)),
-            (rings.tail, range(c.early, c.tile_n, PIECE)),
-        ):
-            with ring.fill():
-                for at in part:
-                    piece = exponent.of(s, at, PIECE)
-                    if at >= 2 * PIECE:
-                        memory.stored()  # long done: the words of earlier pieces may go
-                    memory.store(column + at // 2, rows.rounded(emit.joined(piece), self.dtype))
-                    p += piece
-                memory.stored()
+        early, late = range(0, c.early, PIECE), range(c.early, c.tile_n, PIECE)
+        with rings.p.fill():
+            p = self.store(memory, column, (exponent, s), early)
+            again = self.pieces(memory, column, late)
+            memory.stored()
+        memory.loaded()
+        with rings.tail.fill():
+            p += self.store(memory, column, (exponent, s[: len(early)] + again), late)
+            memory.stored()
         softmax.add_up(p, body.state, factor)
-        return rings
+
+    def store(self, memory: Any, column: Int32, row: tuple, columns: range) -> list:
+        """Store P of those columns of a ``row`` (exponent, pieces of s); its pairs."""
+        exponent, s = row
+        p = []
+        for at in columns:
+            piece = exponent.of(s, at, PIECE)
+            if at >= 2 * PIECE and at > columns.start:
+                memory.stored()  # long done: the words of earlier pieces may go
+            memory.store(column + at // 2, rows.rounded(emit.joined(piece), self.dtype))
+            p += piece
+        return p
+
+    def pieces(self, memory: Any, column: Int32, columns: range) -> list:
+        """Those columns of this thread's row in tensor memory; valid once ``loaded``."""
+        return [memory.load(column + at, PIECE) for at in columns]
+
+    def split(self, s: Any) -> list:
+        """The row ``s`` in the pieces that it was loaded in."""
+        return [emit.part(s, at, PIECE) for at in range(0, self.config.tile_n, PIECE)]
 
     @property
     def masks_alone(self) -> bool:
