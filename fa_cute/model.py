@@ -148,8 +148,9 @@ def expected(plan: Plan) -> Counts:
     """What the text of ``plan``'s kernel holds, without mods or sinks.
 
     S before the loop, P V and S in it, P V behind it; a softmax body for whole blocks, with what
-    cuts the end of the keys in tensor memory, or one for edges, which puts its late columns there
-    again; either reads those twice; one rescaling of O and one division of it. The CTA's tiles are turns of a loop, or warpgroups: each has this text.
+    cuts the end of the keys in tensor memory, or one for edges, which puts its late columns back
+    there; either reads those twice; one rescaling of O and one division of it. The CTA's tiles are
+    turns of a loop, or warpgroups: each has this text.
     """
     c = plan.config
     s, pv = plan.width // 16, c.tile_n // 16
