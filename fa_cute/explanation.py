@@ -155,7 +155,7 @@ def _bias_lines(mods: Mods, plan: Plan) -> Iterator[str]:
     for slot in () if mods.score_mod is None else tiled_loads(mods.score_mod.graph):
         tensor = mods.score_mod.captured[slot]
         name = f"bias: {described(f'captured tensor {slot} of score_mod,', tensor)}"
-        tile = f"{plan.config.tile_m} x {plan.config.tile_n}"
+        tile = f"{plan.config.rows_a_copy} x {plan.config.tile_n}"
         if slot == plan.bias:
             yield f"{name}, is loaded by TMA in boxes of {tile}, {plan.bias_stages} slots"
         elif by_tiles(tensor):

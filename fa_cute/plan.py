@@ -185,15 +185,22 @@ class Plan:
         """Slots of the ring of ``bias``: two, or one where two do not fit; 0 where none does.
 
         What the rest takes: tiles of Q, K and V, diagonals of the mods (``device/score.py``), and a
-        KiB for barriers and words.
+        KiB for barriers and words; on Blackwell the messages to the correction and what columns
+        load (``device/lower.py``), 512 bytes a node, too.
         """
         c = self.config
-        if self.bias is None or not isinstance(c, FwdConfig):
+        if self.bias is None or isinstance(c, BwdConfig):
             return 0
         room = SHARED_MEMORY_LIMIT - 1024
-        room -= 2 * c.tile_m * self.width * c.q_stages
-        room -= 2 * c.tile_n * (self.width + self.width_v) * c.kv_stages
-        words = -(-(64 + c.tile_n - 1) // 128) * 128 * c.consumers
+        if isinstance(c, FwdConfig):
+            slots, groups, height = (c.q_stages, c.kv_stages, c.kv_stages), c.consumers, 64
+        else:
+            slots, groups, height = (1, c.k_stages, c.v_stages), c.q_tiles, 128
+            room -= 2048 * groups
+        q, k, v = slots
+        room -= 2 * c.tile_m * self.width * q
+        room -= 2 * c.tile_n * (self.width * k + self.width_v * v)
+        words = -(-(height + c.tile_n - 1) // 128) * 128 * groups
         room -= 4 * words * sum(map(_diagonals, (self.score_mod, self.mask_mod)))
         size = 4 if self.score_mod.captured[self.bias].dtype == "float32" else 2
         return max(0, min(2, room // (c.tile_m * c.tile_n * size)))

@@ -117,6 +117,29 @@ def test_every_head_dim_has_room(dims: tuple[int, int], dtype: torch.dtype) -> N
     assert "not measured" in configs.why(c) or "TFLOP/s" in configs.why(c)
 
 
+@pytest.mark.parametrize("dims", HEAD_DIMS, ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_every_head_dim_has_room_on_blackwell(dims: tuple[int, int], dtype: torch.dtype) -> None:
+    """But fp32 at (192, 128), which is read by elements: Q, K and V leave 80 KiB."""
+    bias = table(H, S, S, dtype=dtype)
+    facts = {"head_dim": dims[0], "head_dim_v": dims[1], "target": "sm_100a"}
+    plan = planned(lambda b, h, q, kv: bias[h, q, kv], **facts)
+    c = plan.config
+    if dims == (192, 128) and dtype == torch.float32:
+        assert (plan.bias, c.tile_n) == (None, 96)
+        return
+    assert plan.bias == 0 and plan.bias_stages >= 1 and "not measured" in configs.why(c)
+    assert (
+        replace(c, emulated=0)
+        == c
+        == planned(lambda b, h, q, kv: bias[h, q, kv], **facts | {"target": "sm_103a"}).config
+    )
+    used = 2 * c.tile_m * plan.width + 1024 * c.q_tiles  # Q, messages to the correction
+    used += 2 * c.tile_n * (plan.width * c.k_stages + plan.width_v * c.v_stages)
+    used += c.tile_m * c.tile_n * bias.element_size() * plan.bias_stages
+    assert used + 1024 <= SHARED_MEMORY_LIMIT
+
+
 def test_diagonals_take_room_from_the_ring() -> None:
     """One fits beside two slots of a bias at d128, three beside one."""
     biases = [t5_relative_bias(table(32, H, dtype=torch.float32)) for _ in range(3)]
@@ -134,13 +157,13 @@ def test_diagonals_take_room_from_the_ring() -> None:
 
 
 def test_the_plan_says_so() -> None:
-    """Its key has it, its backward has none, no other architecture has it."""
+    """Its key has it, on Blackwell too; its backward has none."""
     term = TERMS["by head"][0]
     plan = planned(term)
     assert plan.bias == 0 and plan.key != replace(plan, bias=None).key
     odd = table(H, S, S + 1)[..., :-1]
     assert planned(lambda b, h, q, kv: odd[h, q, kv]).bias is None
-    assert planned(term, target="sm_100a").bias is None
+    assert planned(term, target="sm_100a").bias == 0
     derivative = differentiate(plan.score_mod)
     plans = plans_of(plan, deterministic=False, lse_gradient=False, derivative=derivative)
     assert all(one.bias is None for one in plans)
@@ -166,14 +189,19 @@ def test_a_recorded_configuration_keeps_it() -> None:
 def test_explain_says_how_it_is_read() -> None:
     q = torch.zeros(2, 256, 8, 128, dtype=torch.bfloat16)
     bias = torch.zeros(8, 256, 264, dtype=torch.bfloat16)
-    for width, said in ((256, "loaded by TMA in boxes of 128 x 128, 2 slots"), (255, "by element")):
+    loaded = "loaded by TMA in boxes of 128 x "
+    for target, width, said in (
+        ("sm_90a", 256, f"{loaded}128, 2 slots"),
+        ("sm_100a", 256, f"{loaded}96, 1 slots"),
+        ("sm_90a", 255, "by element"),
+    ):
         part = bias.flatten()[: 8 * 256 * width].view(8, 256, width)
         text = fa_cute.explain(
             q,
             q[:, :width],
             q[:, :width],
             score_mod=lambda s, b, h, q, kv, part=part: s + part[h, q, kv],
-            target="sm_90a",
+            target=target,
         )
         assert said in next(line for line in text.splitlines() if line.startswith("bias:"))
 
@@ -237,6 +265,63 @@ def _copy_layouts(consumers: int, width: int, size: int) -> tuple[tuple, tuple]:
 
     within_a_trace(describe)
     return found[0], found[1]
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("row", configs.FWD_SM100_BIASED, ids=lambda row: str(row.head_dims))
+def test_a_row_of_a_box_is_read_in_vectors(row: configs.Row) -> None:
+    """16 bytes of a thread's row lie together, and eight rows' in eight sixteenths of the banks."""
+    import cutlass
+
+    from fa_cute.device import mma_sm90
+
+    width, layouts = row.config.tile_n, []
+    kind = cutlass.Float32 if row.dtype == "float32" else cutlass.BFloat16
+
+    def describe() -> None:
+        layout = mma_sm90.smem_layout(kind, 128, width, 2)
+        layouts.append((layout.outer.shape, layout.outer.stride, str(layout.inner)))
+
+    within_a_trace(describe)
+    (shape, stride, swizzle), size = layouts[0], kind.width // 8
+    bits, base, shift = map(int, swizzle[2:-1].split(","))
+    mask = ((1 << bits) - 1) << base + shift
+    rows, columns, stages = (offsets(*mode) for mode in zip(shape, stride, strict=True))
+    seen: Counter = Counter()
+    for stage, start in itertools.product(range(2), range(0, width, 16 // size)):
+        found = []
+        for r in rows:
+            plain = [size * (r + c + stages[stage]) for c in columns[start : start + 16 // size]]
+            places = [at ^ (at & mask) >> shift for at in plain]
+            assert places == list(range(places[0], places[0] + 16, size)) and places[0] % 16 == 0
+            found.append(places[0])
+        seen.update(found)
+        for eight in zip(*[iter(found)] * 8, strict=True):
+            assert {at // 16 % 8 for at in eight} == set(range(8))
+    assert seen == Counter(range(0, 2 * 128 * width * size, 16))
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("target", ["sm_100a", "sm_103a"])
+@pytest.mark.parametrize("row", configs.FWD_SM100_BIASED, ids=lambda row: str(row.head_dims))
+def test_no_row_of_blackwell_spills(row: configs.Row, target: str) -> None:
+    """As below: fp16, bounds on both sides, sinks, lse."""
+    dtype = getattr(torch, row.dtype or "bfloat16")
+    bias = table(H, S, S, dtype=dtype)
+    kernel = fa_cute.compile(
+        head_dim=row.head_dims[0],
+        head_dim_v=row.head_dims[1],
+        dtype="float16",
+        causal=True,
+        window=(True, False),
+        score_mod=lambda score, b, h, q, kv: score + bias[h, q, kv],
+        return_lse=True,
+        sinks=True,
+        target=target,
+    )
+    assert kernel.plan.config == row.config and kernel.plan.bias == 0
+    assert kernel.resources.spill_bytes == 0
+    assert kernel.resources.shared_memory <= SHARED_MEMORY_LIMIT
 
 
 @pytest.mark.compile

@@ -100,6 +100,9 @@ KERNELS: dict[str, Callable[[], Plan]] = {
     "Blackwell, lists of a mask": lambda: listed(target="sm_100a", causal=True),
     "Blackwell, pairs": lambda: paired(),
     "Blackwell, pairs of one tile, causal": lambda: paired(head_dim=256, causal=True),
+    "Blackwell, a bias, causal": lambda: biased(target="sm_100a", causal=True),
+    "Blackwell, a bias, one tile a CTA, two slots": lambda: biased(target="sm_100a", head_dim=256),
+    "Blackwell, a bias under a mask": lambda: biased(target="sm_100a", mask_mod=chunked),
     "Blackwell, diagonals": lambda: forward(
         target="sm_100a", score_mod=t5_relative_bias(torch.zeros(32, 8))
     ),
@@ -200,12 +203,13 @@ def before(late: Callable[[Any], bool], wait: Callable[[Any], bool]) -> Callable
 
 
 @pytest.mark.parametrize("change", ["early", "missing"])
-def test_a_slot_of_the_bias(change: str) -> None:
+@pytest.mark.parametrize("target", ["sm_90a", "sm_100a"])
+def test_a_slot_of_the_bias(target: str, change: str) -> None:
     """Released before its last reading, the next box overwrites it; not released, nothing moves.
 
     Of fp32. 16-bit boxes are read before K is released, whose slot the producer fills first.
     """
-    plan = biased(torch.float32)
+    plan = biased(torch.float32, target=target)
     program, _ = recorded(plan)
     release = releases(program, "bias")
 
@@ -223,9 +227,10 @@ def test_a_slot_of_the_bias(change: str) -> None:
     assert expected in found_in(plan, wrong)
 
 
-def test_a_slot_of_the_bias_that_no_fence_frees() -> None:
+@pytest.mark.parametrize("target", ["sm_90a", "sm_100a"])
+def test_a_slot_of_the_bias_that_no_fence_frees(target: str) -> None:
     """Lanes read a box, and TMA writes the next over it."""
-    plan = biased()
+    plan = biased(target=target)
     program, _ = recorded(plan)
     wrong = wrong_by(program, without(lambda op: op == Settle("fence")))
     assert "missing fence: Copy" in found_in(plan, wrong)

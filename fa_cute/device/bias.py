@@ -32,6 +32,7 @@ from fa_cute.device.operand import Reuse, TmaOperand, box_fetcher, box_loader, b
 from fa_cute.device.scope import Value
 from fa_cute.mods.graph import Graph
 from fa_cute.mods.tiles import lead_graphs, shared_by, tiled_loads
+from fa_cute.plan import Plan
 
 DTYPES = {
     "float16": cutlass.Float16,
@@ -39,6 +40,7 @@ DTYPES = {
     "float32": cutlass.Float32,
 }
 Columns = Callable[[range], Value]
+VECTOR = 128  # bits that a thread reads of its row at a time
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,13 @@ class Bias:
     graph: Graph
     slot: int
     box: tuple[int, int]
+
+    @staticmethod
+    def of(plan: Plan) -> Bias | None:
+        """The plan's bias in boxes as tall as a copy of Q, or None."""
+        if plan.bias is None:
+            return None
+        return Bias(plan.score_mod, plan.bias, (plan.config.rows_a_copy, plan.config.tile_n))
 
     @property
     def dtype(self) -> type:
@@ -88,7 +97,7 @@ class Bias:
     def loader(
         self, operand: TmaOperand, s: cute.Tensor, lead: Sequence[Int32], block: Int32
     ) -> tuple[Callable[[Int32, Any], None], Callable[[Int32], None]]:
-        """``load(keys, slot)``: copy the box of queries ``block`` and that block of keys.
+        """``load(keys, slot)``: copy the box of queries ``block`` and that block of keys to ``s``.
 
         And ``fetch(keys)``, which brings it into L2. ``lead``: the values of the graphs of
         ``lead``.
@@ -102,6 +111,10 @@ class Bias:
     def reader(self, mma: cute.TiledMma, s: cute.Tensor, thread: Int32) -> Reader:
         """What ``thread`` (of all the consumers') reads of ``s`` (queries, keys, stages)."""
         return Reader.of(self, mma, s, thread)
+
+    def row_reader(self, s: cute.Tensor, row: Int32) -> RowReader:
+        """What a thread reads that has ``row`` of ``s`` (queries, keys, stages)."""
+        return RowReader(self.node, self.dtype, s, row)
 
 
 def inside(index: Int32, extent: Int32) -> Int32:
@@ -170,4 +183,39 @@ class Reader(NamedTuple):
         source = self.source[(None, at), 0, 0, stage]
         found = cute.make_rmem_tensor(source.shape, self.dtype)
         cute.copy(self.copy, source, found)
+        return found
+
+
+class RowReader(NamedTuple):
+    """One thread, one row of the boxes in shared memory ``s`` (queries, keys, stages).
+
+    16 bytes at a time: the swizzle gives the rows of eight threads that read side by side eight
+    different sixteenths of a bank line.
+    """
+
+    node: int
+    dtype: type
+    s: cute.Tensor
+    row: Int32
+
+    def values(self, stage: Int32) -> dict[int, Columns]:
+        """As ``Reader.values``."""
+        return {self.node: lambda columns: self._columns(columns, stage)}
+
+    def _columns(self, columns: range, stage: Int32) -> Value:
+        width = VECTOR // self.dtype.width
+        assert columns.start % width == columns.stop % width == 0
+        parts = [self.piece(at, stage) for at in range(columns.start, columns.stop, width)]
+        wide = [part.load().to(cutlass.Float32).ir_value() for part in parts]
+        return Value("element", (emit.joined(wide),))
+
+    def piece(self, first: int, stage: Int32) -> cute.Tensor:
+        """The 16 bytes of the row from column ``first`` on."""
+        width = VECTOR // self.dtype.width
+        source = cute.local_tile(self.s[self.row, None, stage], (width,), (first // width,))
+        found = cute.make_rmem_tensor(source.shape, self.dtype)
+        atom = cute.make_copy_atom(
+            cute.nvgpu.CopyUniversalOp(), self.dtype, num_bits_per_copy=VECTOR
+        )
+        cute.copy(atom, source, found)
         return found

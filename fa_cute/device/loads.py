@@ -24,6 +24,13 @@ from fa_cute.device.scheduler import BLOCK, COUNT, Place, ask, draw, tell
 from fa_cute.device.visits import SpanVisits, Visit, inputs_of
 
 
+def lead_of(kernel: Any, x: Any, place: Place) -> tuple:
+    """The indices of a ``kernel``'s bias before q and kv, in the tile at ``place``."""
+    graphs = kernel.plan.score_mod, kernel.plan.mask_mod
+    given, _ = score.deal(graphs, x.extra.captured, x.extra.scalars)
+    return inputs_of(kernel.bias.lead, given, kernel.fragment, (place.batch, place.head))
+
+
 class Loads:
     """The producer's part of ``kernels/fwd_sm90.py``, whose plan, walk and bias it reads."""
 
@@ -135,9 +142,7 @@ class Loads:
         """``load(block, slot)``, ``fetch(block)`` of the bias' boxes beside a tile of queries."""
         if self.bias is None:
             return None, None
-        graphs, head = (self.plan.score_mod, self.plan.mask_mod), (place.batch, place.head)
-        given, _ = score.deal(graphs, x.extra.captured, x.extra.scalars)
-        lead = inputs_of(self.bias.lead, given, self.fragment, head)
+        lead = lead_of(self, x, place)
         return self.bias.loader(x.bias, buffers.bias, lead, place.block)
 
     def ahead(self, visits: Any, index: Int32) -> Visit:

@@ -199,18 +199,16 @@ def is_light(score_mod: Graph) -> bool:
 def biased(plan: Plan, slot: int) -> Plan:
     """``plan`` with TMA loading score_mod's captured tensor ``slot`` by tiles, where that can be.
 
-    It cannot where the kernel is of another architecture, where no slot of a ring fits beside the
-    rest, and where lists of blocks are made for a tile that has no room for it. ValueError if the
-    mod does not read that tensor at ``[..., q, kv]``.
+    It cannot where no slot of a ring fits beside the rest, and where lists of blocks are made for a
+    tile that has no room for it. ValueError if the mod does not read that tensor at
+    ``[..., q, kv]``.
     """
     from fa_cute.mods.tiles import tiled_loads
 
     if plan.score_mod is None or slot not in tiled_loads(plan.score_mod):
         raise ValueError(f"score_mod reads no captured tensor {slot} at [..., q, kv]")
-    if not isinstance(plan.config, FwdConfig):
-        return plan
     dtype = plan.score_mod.captured[slot].dtype
-    config = configs.fwd_sm90_biased(plan.head_dim, plan.head_dim_v, dtype)
+    config = configs.biased(plan.config, (plan.head_dim, plan.head_dim_v), dtype)
     same = (config.tile_m, config.tile_n) == (plan.config.tile_m, plan.config.tile_n)
     found = replace(plan, config=config, bias=slot)
     return found if found.bias_stages and (same or plan.visits != "lists") else plan

@@ -36,9 +36,11 @@ from cutlass.cute.nvgpu import cpasync
 
 from fa_cute.device import emit, mma_sm100, modifiers, packing, rows, score, tmem
 from fa_cute.device import softmax_sm100 as softmax
+from fa_cute.device.bias import Bias, RowReader
 from fa_cute.device.bounds import bounds_of
 from fa_cute.device.correction_sm100 import Correction, Work
 from fa_cute.device.fragment import one_row
+from fa_cute.device.loads import lead_of
 from fa_cute.device.lower import schedule
 from fa_cute.device.modifiers import Mods
 from fa_cute.device.operand import Reuse, TmaOperand, loader, tma_operand
@@ -81,6 +83,11 @@ def topology(plan: Plan) -> Topology:
     unfreed: dict[str, Any] = {"freed": False, "copies": tiles, **shared}
     soft: dict[str, Any] = {"fills": 4 * c.ctas, **unfreed}
     kept: dict[str, Any] = {"empties": 4 * c.ctas, "copies": tiles, **shared}
+    biases, tile = (), Bias.of(plan)
+    if tile is not None:
+        boxed: dict[str, Any] = {"empties": 4, "copies": tiles, "by_lanes": True}
+        why = "read when S is there, freed before the maximum"
+        biases = (RingSpec("bias", plan.bias_stages, tile.bytes, "issue", "softmax", why, **boxed),)
     in_order = "P V before it was issued earlier, and products execute in order"
     return Topology(
         roles=(
@@ -94,6 +101,7 @@ def topology(plan: Plan) -> Topology:
             RingSpec("q", tiles, q_bytes, "issue", "mma", "freed by the tile's last S", **loaded),
             RingSpec("k", c.k_stages, k_bytes, "issue", "mma", "freed by S", **loaded),
             RingSpec("v", c.v_stages, v_bytes, "issue", "mma", "freed by P V", **loaded),
+            *biases,
             RingSpec("s", c.s_stages, 0, "mma", "softmax", in_order, **unfreed),
             RingSpec("p", c.s_stages, 0, "softmax", "mma", in_order, **soft),
             RingSpec("tail", c.s_stages, 0, "softmax", "mma", in_order, **soft),
@@ -123,6 +131,7 @@ class Buffers(NamedTuple):
     ``next``: headers (words, stages). ``notes``: the visits' words (stages of note,), or None.
     ``stat``: fp32 (row, 2, stages, tiles), a block's factor on O, at the end the sum and maximum.
     ``scratch``: 32-bit words of the mods' diagonals, one part a softmax warpgroup, or None.
+    ``bias``: (128, tile_n, ·), the slots of one tile behind the other's, or None.
     """
 
     q: cute.Tensor
@@ -132,6 +141,7 @@ class Buffers(NamedTuple):
     notes: cute.Tensor | None
     stat: cute.Tensor
     scratch: Any
+    bias: cute.Tensor | None
 
 
 @dataclass(frozen=True)
@@ -141,6 +151,7 @@ class Operands:
     q: TmaOperand
     k: TmaOperand
     v: TmaOperand
+    bias: TmaOperand | None
     out: cute.Tensor
     lse: cute.Tensor | None
     counter: cute.Tensor
@@ -165,6 +176,7 @@ class Sweep:
     limit: rows.Limit
     mods: Mods
     column: Int32
+    bias: RowReader | None
 
 
 class FwdSm100:
@@ -179,6 +191,7 @@ class FwdSm100:
         self.pairs = Pairs(native)
         self.products = Products(plan, self.dtype, self.columns, native=native)
         self.correction = Correction(plan, self.dtype, self.columns)
+        self.bias = Bias.of(plan)
         self.fragment = one_row(plan.config.tile_n, WARPGROUP)
         self.walk = Walk(plan, self.fragment)
         graphs = (plan.score_mod, plan.mask_mod)
@@ -201,10 +214,15 @@ class FwdSm100:
             tma_operand(tensor, layout, box, mma_sm100.load_op(pair=c.pair))
             for tensor, layout, box in zip((io.q, io.k, io.v), layouts, boxes, strict=True)
         )
+        bias = None
+        if const_expr(self.bias is not None):
+            layouts += (self.bias.layout(plan.bias_stages * c.q_tiles),)
+            bias = self.bias.operand(extra.captured[plan.bias], layouts[-1])
         operands = Operands(
             q=q,
             k=k,
             v=v,
+            bias=bias,
             out=io.out,
             lse=io.lse,
             counter=launch.counter,
@@ -305,24 +323,26 @@ class FwdSm100:
         words = sum(self.scratch_words)
         if words:
             sizes["scratch"] = (Int32, words * self.config.q_tiles)
-        sizes |= {
-            name: (self.dtype, cute.cosize(layout))
-            for name, layout in zip("qkv", x.layouts, strict=True)
-        }
+        names = ("q", "k", "v") if self.bias is None else ("q", "k", "v", "bias")
+        for name, layout in zip(names, x.layouts, strict=True):
+            dtype = self.bias.dtype if name == "bias" else self.dtype
+            sizes[name] = (dtype, cute.cosize(layout))
         storage = cutlass.memory.SmemAllocator().allocate(self.topology.storage(sizes, SMALL))
-        q, k, v = (
+        q, k, v, *bias = (
             getattr(storage, name).get_tensor(layout.outer, swizzle=layout.inner)
-            for name, layout in zip("qkv", x.layouts, strict=True)
+            for name, layout in zip(names, x.layouts, strict=True)
         )
         following, notes = storage.next.get_tensor(header), None
         if self.walk.noted:
             notes = storage.notes.get_tensor(cute.make_layout(NOTE_STAGES))
         scratch = storage.scratch.data_ptr() if words else None
-        return storage, Buffers(q, k, v, following, notes, storage.stat.get_tensor(stat), scratch)
+        messages = storage.stat.get_tensor(stat)
+        boxes = bias[0] if bias else None
+        return storage, Buffers(q, k, v, following, notes, messages, scratch, boxes)
 
     @cute.jit
     def load(self, x: Operands, storage, buffers: Buffers):
-        filled = self.on("producer", "next", "q", "k", "v", "note")
+        filled = self.on("producer", "next", "q", "k", "v", "note", "bias")
         rings = self.topology.rings_from(storage, **filled)
         for operand in (x.q, x.k, x.v):
             cpasync.prefetch_descriptor(operand.atom)
@@ -345,6 +365,7 @@ class FwdSm100:
                 load_q = loader(x.q, buffers.q, place.head, place.batch, Reuse.ONCE)
                 load_k = loader(x.k, buffers.k, kv_head, place.batch, Reuse.OFTEN)
                 load_v = loader(x.v, buffers.v, kv_head, place.batch, Reuse.OFTEN, rank)
+                boxes = self.boxes(x, buffers, place)
                 visit = visits.at(Int32(0))
                 if const_expr(self.walk.noted):
                     with rings.note.fill() as top:
@@ -355,6 +376,9 @@ class FwdSm100:
                 for t in cutlass.range_constexpr(self.config.q_tiles):
                     with rings.q.fill() as q:
                         load_q(self.number(place, t), q)
+                if const_expr(self.bias is not None):
+                    self.load_boxes(rings, boxes, block)
+                    rings.bias.passed()
                 for i in cutlass.range(1, visits.count, unroll=1):
                     following = visits.at(i)
                     if const_expr(self.walk.noted):
@@ -364,9 +388,32 @@ class FwdSm100:
                         load_k(following.block * self.config.ctas + rank, k)
                     with rings.v.fill() as v:
                         load_v(block, v)
+                    if const_expr(self.bias is not None):
+                        self.load_boxes(rings, boxes, following.block)
+                        rings.bias.passed()
                     block = following.block
                 with rings.v.fill() as last:
                     load_v(block, last)
+
+    def boxes(self, x: Operands, buffers: Buffers, place: Place) -> list:
+        """Of each tile, ``load(block, slot)`` of the bias' boxes beside it; none without a bias."""
+        if self.bias is None:
+            return []
+        lead = lead_of(self, x, place)
+        return [
+            self.bias.loader(x.bias, self.boxes_of(buffers, t), lead, self.number(place, t))[0]
+            for t in range(self.config.q_tiles)
+        ]
+
+    def boxes_of(self, buffers: Buffers, t: Int32 | int) -> cute.Tensor:
+        """The slots of the bias that are tile ``t``'s."""
+        return cute.domain_offset((0, 0, t * self.plan.bias_stages), buffers.bias)
+
+    def load_boxes(self, rings, boxes: list, block: Int32) -> None:
+        """Load the boxes of every tile beside that block of keys."""
+        for t, load in enumerate(boxes):
+            with rings.bias.of(t).fill() as slot:
+                load(block, slot)
 
     def enter(self, x: Operands, rings, buffers: Buffers, tile: Int32) -> tuple:
         """(rings, place, walk, tile after it) of ``tile``; ``walk`` as ``Walk.entered`` has it."""
@@ -397,13 +444,15 @@ class FwdSm100:
         rings = self.topology.rings_from(
             storage,
             t,
-            **self.on("consumer", "next", "s", "note"),
+            **self.on("consumer", "next", "s", "note", "bias"),
             **self.on("producer", "p", "tail", "stat"),
         )
         thread = cute.arch.thread_idx()[0] % WARPGROUP
         stat = buffers.stat[thread, None, None, t]
         memory, column = self.tensor_memory(x, storage), tmem.column_of(self.columns, "s", t)
-        mods = self.modifiers(x, buffers, t)
+        mods, bias = self.modifiers(x, buffers, t), None
+        if const_expr(self.bias is not None):
+            bias = self.bias.row_reader(self.boxes_of(buffers, t), thread)
         tile = self.first_tile()
         while tile < x.tiles.count:
             rings, place, walk, tile = self.enter(x, rings, buffers, tile)
@@ -411,7 +460,8 @@ class FwdSm100:
                 first = self.number(place, t) * mma_sm100.ROWS
                 limit = rows.limit_of(x.bounds, first + thread, self.walk.group)
                 own = modifiers.enter(mods, (place.batch, place.head), first)
-                body = Sweep(x, memory, stat, buffers.notes, softmax.Row(), limit, own, column)
+                state = softmax.Row()
+                body = Sweep(x, memory, stat, buffers.notes, state, limit, own, column, bias)
                 rings = self.attend(body, rings, walk)
 
     def modifiers(self, x: Operands, buffers: Buffers, t: Int32) -> Mods:
@@ -458,7 +508,9 @@ class FwdSm100:
                 visit = Visit.of(body.notes[note.index])
             block = visit.block
         mods = body.mods._replace(mask=None) if self.masks_alone else body.mods
-        mods = modifiers.enter_block(mods, block * c.tile_n)
+        box = None if self.bias is None else rings.bias.take()
+        loads = None if box is None else body.bias.values(box.index)
+        mods = modifiers.enter_block(mods, block * c.tile_n, loads)
         slot = rings.s.take()
         memory.entered()
         column = body.column + slot.index * c.tile_n
@@ -474,6 +526,8 @@ class FwdSm100:
         bounded = edge and not self.masks_alone
         if mods.score is not None:
             s = self.split(rows.modified(emit.joined(s), mods.score.score))
+        if box is not None:
+            box.release()
         if bounded:
             s = self.split(rows.hide(emit.joined(s), body.limit, block * c.tile_n))
         if mods.mask is not None:

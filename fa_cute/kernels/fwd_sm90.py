@@ -56,7 +56,7 @@ def topology(plan: Plan) -> Topology:
     q_bytes = c.tile_m * plan.width * 2
     k_bytes = c.tile_n * plan.width * 2
     v_bytes = c.tile_n * plan.width_v * 2
-    noted, tile = plan.visits != "bounds", bias_of(plan)
+    noted, tile = plan.visits != "bounds", Bias.of(plan)
     to, early, biases = ("load", "math"), opens_early(plan), ()
     if tile is not None:
         why = "freed when it is added to S"
@@ -86,13 +86,6 @@ def opens_early(plan: Plan) -> bool:
     bare = plan.score_mod is None and plan.mask_mod is None
     seeks = plan.return_lse and not (plan.causal or any(plan.window))
     return bare and plan.config.q_stages > 1 and not seeks
-
-
-def bias_of(plan: Plan) -> Bias | None:
-    """The captured tensor that TMA loads by tiles, if there is one."""
-    if plan.bias is None:
-        return None
-    return Bias(plan.score_mod, plan.bias, (plan.config.tile_m, plan.config.tile_n))
 
 
 class Buffers(NamedTuple):
@@ -172,7 +165,7 @@ class FwdSm90(Loads):
         self.plan, self.config = plan, plan.config
         self.topology = topology(plan)
         self.turns = Turns(TURNS, plan.config.consumers if plan.config.ping_pong else 1)
-        self.dtype, self.bias = DTYPES[plan.dtype], bias_of(plan)
+        self.dtype, self.bias = DTYPES[plan.dtype], Bias.of(plan)
         self.bounded = softmax.is_bounded(plan)
         graphs = (plan.score_mod, plan.mask_mod)
         self.fragment = mma_sm90.fragment(plan.config.tile_n)

@@ -332,7 +332,7 @@ HOSTED_MASKS = (
 # Of ``everything()``: what test_blackwell_matrix.py and the tests of variants and packed heads use.
 HOSTED_GROUPS = (
     *("plain", "without lse", "windows", "ratios", "packed", "mods", "faults", "head dims"),
-    *("wide mods", "sinks", "variants"),
+    *("wide mods", "sinks", "variants", "biases"),
 )
 # Three deliberate breakages of it, compiled where they are tested.
 BROKEN = C(64, ratio=4, return_lse=False)
