@@ -312,7 +312,9 @@ class FwdSm100:
 
     def allocate(self, x: Operands) -> tuple[Any, Buffers]:
         """Shared memory: the barriers' storage, and the buffers as tensors."""
-        stat = cute.make_layout((mma_sm100.ROWS, 2, STAT_STAGES, self.config.q_tiles))
+        # Beside its row of the CTA a thread holds no address of messages: that one spilled.
+        shape = (mma_sm100.ROWS, 2, STAT_STAGES, self.config.q_tiles)
+        stat = cute.make_ordered_layout(shape, order=(0, 2, 3, 1))
         header = cute.make_layout((self.walk.header, NEXT_STAGES))
         sizes = {
             "next": (Int32, cute.size(header)),
