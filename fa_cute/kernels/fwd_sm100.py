@@ -32,7 +32,6 @@ from typing import Any, NamedTuple
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
-from cutlass.cute.nvgpu import cpasync
 
 from fa_cute.device import emit, mma_sm100, modifiers, packing, rows, score, tmem
 from fa_cute.device import softmax_sm100 as softmax
@@ -40,16 +39,16 @@ from fa_cute.device.bias import Bias, RowReader
 from fa_cute.device.bounds import bounds_of
 from fa_cute.device.correction_sm100 import Correction, Work
 from fa_cute.device.fragment import one_row
-from fa_cute.device.loads import lead_of
+from fa_cute.device.loads_sm100 import Loads
 from fa_cute.device.lower import schedule
 from fa_cute.device.modifiers import Mods
-from fa_cute.device.operand import Reuse, TmaOperand, loader, tma_operand
+from fa_cute.device.operand import TmaOperand, tma_operand
 from fa_cute.device.packed import Pairs
 from fa_cute.device.products_sm100 import Products
-from fa_cute.device.scheduler import COUNT, Place, Tiles, ask, draw, tell
+from fa_cute.device.scheduler import Place, Tiles
 from fa_cute.device.softmax import LOG2_E
 from fa_cute.device.topology import WARPGROUP, RingSpec, Role, Topology
-from fa_cute.device.visits import Visit, leave
+from fa_cute.device.visits import Visit
 from fa_cute.device.walk import Walk, side_of
 from fa_cute.plan import Extra, Io, Launch, Plan
 from fa_cute.spans import Bounds
@@ -179,7 +178,7 @@ class Sweep:
     bias: RowReader | None
 
 
-class FwdSm100:
+class FwdSm100(Loads):
     """The kernel of one plan; ``__call__`` is its host entry, ``(Io, Extra, Launch, stream)``."""
 
     def __init__(self, plan: Plan):
@@ -341,81 +340,6 @@ class FwdSm100:
         messages = storage.stat.get_tensor(stat)
         boxes = bias[0] if bias else None
         return storage, Buffers(q, k, v, following, notes, messages, scratch, boxes)
-
-    @cute.jit
-    def load(self, x: Operands, storage, buffers: Buffers):
-        filled = self.on("producer", "next", "q", "k", "v", "note", "bias")
-        rings = self.topology.rings_from(storage, **filled)
-        for operand in (x.q, x.k, x.v):
-            cpasync.prefetch_descriptor(operand.atom)
-        rank = self.rank()
-        tile, ctas = self.first_tile(), self.step()
-        while tile < x.tiles.count:
-            place = self.walk.place(x, tile)
-            visits = self.walk.visits(x, place)
-            own = (visits.count, place.block) if const_expr(self.walk.noted) else ()
-            if const_expr(self.config.pair):
-                tile = tile + ctas
-            else:
-                # Drawn before this tile's loads: the atomic's microsecond passes under them.
-                with rings.next.fill() as header:
-                    words = buffers.next[None, header.index]
-                    tell(words, COUNT, own)
-                    tile = draw(x.tiles, x.counter, ask(x.counter), words)
-            if visits.count > 0:
-                kv_head = place.head // self.walk.ratio
-                load_q = loader(x.q, buffers.q, place.head, place.batch, Reuse.ONCE)
-                load_k = loader(x.k, buffers.k, kv_head, place.batch, Reuse.OFTEN)
-                load_v = loader(x.v, buffers.v, kv_head, place.batch, Reuse.OFTEN, rank)
-                boxes = self.boxes(x, buffers, place)
-                visit = visits.at(Int32(0))
-                if const_expr(self.walk.noted):
-                    with rings.note.fill() as top:
-                        leave(visit, buffers.notes, top.index)
-                block = visit.block
-                with rings.k.fill() as first:
-                    load_k(block * self.config.ctas + rank, first)
-                for t in cutlass.range_constexpr(self.config.q_tiles):
-                    with rings.q.fill() as q:
-                        load_q(self.number(place, t), q)
-                if const_expr(self.bias is not None):
-                    self.load_boxes(rings, boxes, block)
-                    rings.bias.passed()
-                for i in cutlass.range(1, visits.count, unroll=1):
-                    following = visits.at(i)
-                    if const_expr(self.walk.noted):
-                        with rings.note.fill() as note:
-                            leave(following, buffers.notes, note.index)
-                    with rings.k.fill() as k:
-                        load_k(following.block * self.config.ctas + rank, k)
-                    with rings.v.fill() as v:
-                        load_v(block, v)
-                    if const_expr(self.bias is not None):
-                        self.load_boxes(rings, boxes, following.block)
-                        rings.bias.passed()
-                    block = following.block
-                with rings.v.fill() as last:
-                    load_v(block, last)
-
-    def boxes(self, x: Operands, buffers: Buffers, place: Place) -> list:
-        """Of each tile, ``load(block, slot)`` of the bias' boxes beside it; none without a bias."""
-        if self.bias is None:
-            return []
-        lead = lead_of(self, x, place)
-        return [
-            self.bias.loader(x.bias, self.boxes_of(buffers, t), lead, self.number(place, t))[0]
-            for t in range(self.config.q_tiles)
-        ]
-
-    def boxes_of(self, buffers: Buffers, t: Int32 | int) -> cute.Tensor:
-        """The slots of the bias that are tile ``t``'s."""
-        return cute.domain_offset((0, 0, t * self.plan.bias_stages), buffers.bias)
-
-    def load_boxes(self, rings, boxes: list, block: Int32) -> None:
-        """Load the boxes of every tile beside that block of keys."""
-        for t, load in enumerate(boxes):
-            with rings.bias.of(t).fill() as slot:
-                load(block, slot)
 
     def enter(self, x: Operands, rings, buffers: Buffers, tile: Int32) -> tuple:
         """(rings, place, walk, tile after it) of ``tile``; ``walk`` as ``Walk.entered`` has it."""
