@@ -18,7 +18,7 @@ from fa_cute.configuration import Configuration
 from fa_cute.device import tmem
 from fa_cute.host import compile as compiling
 from fa_cute.host import configs
-from fa_cute.host.configs import FWD_SM100, FWD_SM100_PAIRS
+from fa_cute.host.configs import FWD_SM100, FWD_SM100_BIASED, FWD_SM100_PAIRS
 from fa_cute.kernels import fwd_sm100
 from fa_cute.plan import Plan, register_pool
 from fa_cute.spans import Bounds
@@ -53,10 +53,11 @@ def counted(ptx: str) -> model.Counts:
     return model.Counts(*(len(re.findall(rf"\b{pattern}", ptx)) for pattern in wanted))
 
 
-@pytest.mark.parametrize("head_dims", ROWS, ids=str)
-def test_ledgers(head_dims: tuple[int, int]) -> None:
+@pytest.mark.parametrize("row", (*FWD_SM100, *FWD_SM100_PAIRS, *FWD_SM100_BIASED), ids=str)
+def test_ledgers(row: configs.Row) -> None:
     """Columns and registers of a row fit: the topology and the layout refuse what does not."""
-    own = plan(head_dims)
+    own = replace(plan(row.head_dims), config=row.config)
+    assert 0 < own.config.early < own.config.tile_n
     ranges = [r for r in fwd_sm100.columns(own).values() if not r.name.startswith("p")]
     ends = [r.first + r.count for r in ranges]
     assert [r.first for r in ranges] == [0, *ends[:-1]]
@@ -163,9 +164,15 @@ def test_explain_prints_what_bounds_a_call() -> None:
     assert "bound by products" in text and "model: at least" in text
 
 
+TARGETS = ("sm_100a", "sm_103a")
 WINDOW = {"window": (True, True), "return_lse": True}
 NATIVE = [
-    *((row, "sm_100a", {"causal": cut}) for row in ROWS for cut in (False, True)),
+    *(
+        (row, target, {"causal": cut})
+        for row in ROWS
+        for target in TARGETS
+        for cut in (False, True)
+    ),
     *((row, "sm_103a", WINDOW) for row in ROWS),
     ((128, 128), "sm_100a", {"causal": True, "window": (True, False)}),
 ]
@@ -210,10 +217,17 @@ GALLERY = [
 
 
 @pytest.mark.compile
+@pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize(("name", "head_dims", "bounds"), GALLERY, ids=str)
-def test_native_mods(name: str, head_dims: tuple, bounds: str) -> None:
+def test_native_mods(name: str, head_dims: tuple, bounds: str, target: str) -> None:
     """Biases in registers, masks in tensor memory, loads through shared memory: no spill."""
-    assert spills.spilled((name, head_dims, bounds), "sm_100a")["spilled"] == 0
+    assert spills.spilled((name, head_dims, bounds), target)["spilled"] == 0
+
+
+def test_each_row_for_mods_is_compiled() -> None:
+    """Above, for both targets; rows for a bias are in tests/test_bias.py."""
+    modified = {row.head_dims for row in FWD_SM100 if row.modified is not False}
+    assert {head_dims for _, head_dims, _ in GALLERY} == modified
 
 
 @pytest.mark.compile
@@ -224,10 +238,7 @@ def test_native_lists(tmp_path: Path) -> None:
     assert own.visits == "ranges" and found.resources.spill_bytes == 0
 
 
-PAIRS = [
-    *((row.head_dims, "sm_100a", row.cut is None) for row in FWD_SM100_PAIRS),
-    ((128, 128), "sm_103a", False),
-]
+PAIRS = [(row.head_dims, target, row.cut is None) for row in FWD_SM100_PAIRS for target in TARGETS]
 
 
 @pytest.mark.compile
