@@ -129,11 +129,8 @@ def test_every_head_dim_has_room_on_blackwell(dims: tuple[int, int], dtype: torc
         assert (plan.bias, c.tile_n) == (None, 96)
         return
     assert plan.bias == 0 and plan.bias_stages >= 1 and "not measured" in configs.why(c)
-    assert (
-        replace(c, emulated=0)
-        == c
-        == planned(lambda b, h, q, kv: bias[h, q, kv], **facts | {"target": "sm_103a"}).config
-    )
+    later = planned(lambda b, h, q, kv: bias[h, q, kv], **facts | {"target": "sm_103a"})
+    assert later.config == replace(c, emulated=0)
     used = 2 * c.tile_m * plan.width + 1024 * c.q_tiles  # Q, messages to the correction
     used += 2 * c.tile_n * (plan.width * c.k_stages + plan.width_v * c.v_stages)
     used += c.tile_m * c.tile_n * bias.element_size() * plan.bias_stages
@@ -319,7 +316,8 @@ def test_no_row_of_blackwell_spills(row: configs.Row, target: str) -> None:
         sinks=True,
         target=target,
     )
-    assert kernel.plan.config == row.config and kernel.plan.bias == 0
+    emulated = row.config.emulated if target == "sm_100a" else 0
+    assert kernel.plan.config == replace(row.config, emulated=emulated) and kernel.plan.bias == 0
     assert kernel.resources.spill_bytes == 0
     assert kernel.resources.shared_memory <= SHARED_MEMORY_LIMIT
 
