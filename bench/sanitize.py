@@ -19,6 +19,7 @@ import torch
 import fa_cute
 from fa_cute.host.target import is_hosted
 from tests.gpu.configurations import (
+    BIASES,
     HEAD_DIMS,
     HOSTED,
     MASKS,
@@ -89,6 +90,8 @@ HOSTED_KINDS: Kinds = {
     "mask, lists": (MASKS["scattered-causal"], (300, 400), {}),
     "mask, loads by key": (masks()["document-planned"], (300, 300), {}),
     "packed heads": (PACKED["causal-8"], (5, 300), {}),
+    "a bias": (BIASES["d128-bf16"], (200, 300), {}),
+    "a bias, fp32, two slots": (BIASES["d256-fp32"], (129, 200), {}),
 }
 
 

@@ -108,9 +108,7 @@ class Walk:
 
     def place(self, x: Any, tile: Int32) -> Place:
         """The place of tile number ``tile``, the longest first."""
-        place = x.tiles.place(tile, self.longest_first)
-        if self.batches_inside:
-            place = Place(place.block, place.batch, place.head)
+        place = self.numbered(x, tile)
         if self.first_longest:
             return place._replace(block=x.tiles.blocks - 1 - place.block)
         if self.plan.visits != "lists":
@@ -118,9 +116,16 @@ class Walk:
         order = x.extra.block_lists.order
         return place._replace(block=order[place.batch, place.head, place.block])
 
+    def numbered(self, x: Any, tile: Int32) -> Place:
+        """The place of tile number ``tile`` as ``number`` has it: a mask may choose another block."""
+        place = x.tiles.place(tile, self.longest_first)
+        if self.batches_inside:
+            return Place(place.block, place.batch, place.head)
+        return place
+
     def entered(self, x: Any, tile: Int32, words: list[Int32]) -> tuple[Place, Entered]:
         """A consumer's tile, by the ``words`` of its header behind the first."""
-        place = x.tiles.place(tile, self.longest_first)
+        place = self.numbered(x, tile)
         if self.noted:
             return place._replace(block=words[1]), Entered(words[0], None)
         spans = self.spans(x.bounds, place)
