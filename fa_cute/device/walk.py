@@ -117,7 +117,7 @@ class Walk:
         return place._replace(block=order[place.batch, place.head, place.block])
 
     def numbered(self, x: Any, tile: Int32) -> Place:
-        """The place of tile number ``tile`` as ``number`` has it: a mask may choose another block."""
+        """The place of tile number ``tile`` as ``number`` has it; a mask may change its block."""
         place = x.tiles.place(tile, self.longest_first)
         if self.batches_inside:
             return Place(place.block, place.batch, place.head)
