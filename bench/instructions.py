@@ -7,7 +7,8 @@ No GPU is needed: each kernel is compiled here, FlashAttention-4's from its pack
 is CUDA's. Only counts are kept. Beside the whole text, three loops are told apart, each the
 shortest one that holds what its name says: what one block of keys costs a warp.
 
-* ``softmax``: the exponentials of a block without a mask, one row a thread.
+* ``softmax``: the exponentials of a block without a mask, one row a thread. ``late`` ones are
+  computed when the early columns of P are stored, which the product begins with.
 * ``products``: every tcgen05.mma of a block, for all tiles of a CTA (of a pair: of both CTAs).
 * ``correction``: the rescaling of O, for all tiles, where a row asks for it.
 
@@ -109,7 +110,16 @@ def loops(code: list[Instruction], turns: int = 1) -> dict[str, dict[str, int]]:
             ]
         if choices:
             found[name] = dict(min(choices, key=lambda c: c["all"]))
+        if choices and name == "softmax":
+            begin, end = min(holding, key=lambda body: counts[body]["all"])
+            found[name]["late"] = late([one for one in code if begin <= one.address <= end])
     return found
+
+
+def late(block: list[Instruction]) -> int:
+    """Exponentials behind the last store of P but one: those that the product need not wait for."""
+    stores = [at for at, one in enumerate(block) if one.opcode.startswith("STTM")]
+    return sum(one.opcode.startswith("MUFU.EX2") for one in block[stores[-2] :])
 
 
 def _inside(outer: tuple[int, int], bodies: list, counts: dict) -> dict[str, int] | None:
