@@ -227,7 +227,9 @@ def test_every_mask_of_the_gallery_is_measured() -> None:
 
 def test_loops_of_a_disassembly() -> None:
     """The shortest loop that holds enough of each kind; predicates and branches forward aside."""
-    lines = [("MUFU.EX2 R0, R1", 5), ("F2FP.BF16.F32.PACK_AB R2, R0, R1", 4), ("@P0 BRA 0x200", 1)]
+    store = ("STTM.x16 tmem[UR5], R4", 1)
+    lines = [("MUFU.EX2 R0, R1", 3), store, ("MUFU.EX2 R0, R1", 2)]
+    lines += [("F2FP.BF16.F32.PACK_AB R2, R0, R1", 4), store, ("@P0 BRA 0x200", 1)]
     lines += [("@!UP1 FADD2.RM R4, R5, R6", 1), ("BRA.U UP0, 0x10", 1), ("BRA 0x0", 1)]
     text, address = "", 0
     for line, times in lines:
@@ -236,6 +238,7 @@ def test_loops_of_a_disassembly() -> None:
             address += 16
     code = instructions.instructions(text)
     assert [one.target for one in code if one.opcode.startswith("BRA")] == [0x200, 0x10, 0]
-    assert instructions.count(code) == {"all": 13, "ex2": 5, "fadd2": 1, "floor": 1, "convert": 4}
-    inner = {"all": 11, "ex2": 4, "fadd2": 1, "floor": 1, "convert": 4}
+    kinds = {"fadd2": 1, "floor": 1, "convert": 4, "sttm": 2}
+    assert instructions.count(code) == {"all": 15, "ex2": 5, **kinds}
+    inner = {"all": 13, "ex2": 4, **kinds, "late": 2}
     assert instructions.loops(code) == {"softmax": inner}
