@@ -119,6 +119,17 @@ def test_every_row_is_documented() -> None:
         assert any(line.endswith(f"| {cells} | {ends}") for line in here)
 
 
+def test_what_bounds_a_row_for_a_bias() -> None:
+    """As docs/blackwell.md says: what bounds the row for mods, but shared memory at (192, 128)."""
+    for row in FWD_SM100_BIASED:
+        found = model.cycles(row.config, *row.head_dims)
+        if row.head_dims == (192, 128):
+            assert (found.bound, found.shared, found.products) == ("shared", 1408, 1280)
+            continue
+        own = [r for r in FWD_SM100 if r.head_dims == row.head_dims and r.modified is not False]
+        assert found.bound == model.cycles(own[0].config, *row.head_dims).bound
+
+
 def test_a_tile_is_the_sum_of_its_blocks() -> None:
     """1,024 queries and keys, causal: tiles of 256 see 2, 4, 6 and 8 blocks, two of them edges."""
     own = plan((128, 128), causal=True)
@@ -192,6 +203,17 @@ def test_native(head_dims: tuple, target: str, options: dict, tmp_path: Path) ->
     assert found.resources.shared_memory <= 232_448
     assert counted(found.ptx) == model.expected(own)
     assert len(re.findall("setmaxnreg", found.ptx)) == 3
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize(
+    "row", [row for row in (*FWD_SM100, *FWD_SM100_BIASED) if row.modified], ids=str
+)
+def test_rows_for_mods(row: configs.Row, tmp_path: Path) -> None:
+    """Their tiles and emulated shares, in a kernel without the mod: the counts are the model's."""
+    own = replace(plan(row.head_dims), config=row.config)
+    found = compiling.listing(own, tmp_path)
+    assert found.resources.spill_bytes == 0 and counted(found.ptx) == model.expected(own)
 
 
 @pytest.mark.compile
