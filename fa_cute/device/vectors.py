@@ -1,11 +1,15 @@
-"""Four floats at a time to and from global memory, where a kernel addresses them by number."""
+"""16 bytes at a time to and from global memory, where a kernel addresses them by number.
+
+A load is an address and an operation; a copy by the compiler's tensors traces thirty.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64
+from cutlass import Int32, Int64
+from cutlass._mlir import ir
 from cutlass._mlir.dialects import arith, llvm
 
 from fa_cute.device import emit
@@ -13,13 +17,24 @@ from fa_cute.device.mma_sm90 import Pieces
 
 FLOATS = 4
 BYTES = 16
+_DYNAMIC = -(2**31)  # an index of an address that is a value
 
 
-def vector_of(tensor: cute.Tensor, at: Any) -> cute.Tensor:
-    """The vector number ``at`` of a compact fp32 tensor on 16 bytes, as a tensor (4,)."""
-    pointer = tensor.iterator + at * FLOATS
-    aligned = cute.make_ptr(Float32, pointer.toint(), pointer.memspace, assumed_align=16)
-    return cute.make_tensor(aligned, cute.make_layout(FLOATS))
+def load(tensor: cute.Tensor, at: Int32 | Int64) -> Any:
+    """The vector number ``at`` of a compact tensor that begins on 16 bytes."""
+    element = tensor.element_type
+    kind = ir.VectorType.get([8 * BYTES // element.width], element.mlir_type)
+    return llvm.load(kind, _place(tensor, at), alignment=BYTES)
+
+
+def store(tensor: cute.Tensor, at: Int32 | Int64, vector: Any) -> None:
+    """Write vector number ``at`` of such a tensor."""
+    llvm.store(vector, _place(tensor, at), alignment=BYTES)
+
+
+def _place(tensor: cute.Tensor, at: Int32 | Int64) -> Any:
+    base, vector = tensor.iterator.llvm_ptr, ir.VectorType.get([BYTES], emit.integer(8))
+    return llvm.getelementptr(base.type, base, [at.ir_value()], [_DYNAMIC], vector, None)
 
 
 def add_parts(sums: cute.Tensor, place: tuple[Int32, int, Int32], values: cute.Tensor) -> None:

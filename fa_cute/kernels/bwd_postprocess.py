@@ -14,12 +14,14 @@ No barriers: every thread reads what earlier launches wrote.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
+from cutlass._mlir.dialects import arith, vector
 
-from fa_cute.device import vectors
+from fa_cute.device import emit, vectors
 from fa_cute.plan import Extra, Launch, Plan, PostprocessIo
 
 THREADS = 256
@@ -61,7 +63,9 @@ class BwdPostprocess:
         units = self.config.tile_q * self.plan.width // (2 * VECTOR)
         for i in cutlass.range_constexpr(-(-units // THREADS)):
             unit = i * THREADS + thread
-            if const_expr((i + 1) * THREADS <= units) or unit < units:
+            if const_expr((i + 1) * THREADS <= units):
+                self.unit(x, (sums, dq), block, unit)
+            elif unit < units:
                 self.unit(x, (sums, dq), block, unit)
 
     @cute.jit
@@ -81,22 +85,18 @@ class BwdPostprocess:
             column = column + group * across
         first = (group * across + j) * (quads * QUAD) + quad * QUAD
         base = cutlass.Int64(block) * (self.config.tile_q * self.plan.width // vectors.FLOATS)
-        loaded = cute.make_rmem_tensor((vectors.FLOATS, QUAD), Float32)
-        for k in cutlass.range_constexpr(QUAD):
-            cute.autovec_copy(vectors.vector_of(sums, base + (first + k)), loaded[None, k])
+        loaded = [vectors.load(sums, base + (first + k)) for k in range(QUAD)]
         for r in cutlass.range_constexpr(2):
-            if row + 8 * r < dq.shape[0]:
-                self.store(x, loaded, r, (dq[row + 8 * r, None], column))
+            real = row + 8 * r < dq.shape[0]
+            if const_expr(self.plan.head_dim < self.plan.width):
+                real = real & (column * VECTOR < self.plan.head_dim)
+            with emit.where(real):
+                vectors.store(dq[row + 8 * r, None], column, self.rounded(x, loaded, r))
 
-    @cute.jit
-    def store(self, x: Sums, loaded: cute.Tensor, r: cutlass.Constexpr, target: tuple):
-        """Row ``r`` of the two, unless its columns are padding."""
-        row, column = target
-        out = cute.make_rmem_tensor(VECTOR, DTYPES[self.plan.dtype])
-        for c in cutlass.range_constexpr(VECTOR):
-            value = loaded[2 * r + c % 2, c // 2] * x.scale
-            out[c] = value.to(DTYPES[self.plan.dtype])
-        if const_expr(self.plan.head_dim == self.plan.width):
-            cute.autovec_copy(out, cute.local_tile(row, (VECTOR,), (column,)))
-        elif column * VECTOR < self.plan.head_dim:
-            cute.autovec_copy(out, cute.local_tile(row, (VECTOR,), (column,)))
+    def rounded(self, x: Sums, loaded: list, r: int) -> Any:
+        """The 8 columns of row ``r``, times the scale, in dQ's dtype."""
+        halves = [2 * r, 2 * r + 1, QUAD + 2 * r, QUAD + 2 * r + 1]
+        pairs = [vector.shuffle(*loaded[at : at + 2], halves) for at in (0, 2)]
+        columns = vector.shuffle(*pairs, list(range(VECTOR)))
+        scaled = arith.mulf(columns, emit.splat(x.scale.ir_value(), VECTOR))
+        return arith.truncf(emit.as_type(DTYPES[self.plan.dtype].mlir_type, scaled), scaled)

@@ -21,8 +21,10 @@ from dataclasses import dataclass
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
+from cutlass._mlir import ir
+from cutlass._mlir.dialects import arith, vector
 
-from fa_cute.device import vectors
+from fa_cute.device import emit, vectors
 from fa_cute.device.softmax import LOG2_E
 from fa_cute.plan import Extra, Launch, Plan, PreprocessIo
 
@@ -65,20 +67,22 @@ class BwdPreprocess:
         if const_expr(x.io.sums is not None):
             self.clear(x.io.sums[batch, head, 0, None], block, thread)
         if const_expr(x.io.turns is not None):
-            if thread == 0:
+            with emit.where(thread == 0):
                 x.io.turns[batch, head, block] = 0
         lane, first = thread % self.lanes, thread // self.lanes
         step = THREADS // self.lanes
         for i in cutlass.range_constexpr(-(-self.tile // step)):
-            if const_expr((i + 1) * step <= self.tile) or i * step + first < self.tile:
-                row = block * self.tile + i * step + first
+            row = block * self.tile + i * step + first
+            if const_expr((i + 1) * step <= self.tile):
+                self.row(x.io, (batch, head, row), lane)
+            elif i * step + first < self.tile:
                 self.row(x.io, (batch, head, row), lane)
 
     @cute.jit
     def row(self, io: PreprocessIo, at: tuple, lane: Int32):
         """One row by ``self.lanes`` lanes."""
         batch, head, row = at
-        total, shift = Float32(0.0), -Float32.inf
+        total, shift, dlse = Float32(0.0), -Float32.inf, Float32(0.0)
         if row < io.out.shape[1]:
             if const_expr(self.lanes * VECTOR == self.plan.head_dim_v):
                 total = self.product(io, at, lane)
@@ -86,34 +90,37 @@ class BwdPreprocess:
                 total = self.product(io, at, lane)
             lse = io.lse[batch, head, row]
             shift = cutlass.select_(lse == -Float32.inf, -Float32.inf, -lse * LOG2_E)
+            if const_expr(io.dlse is not None):
+                dlse = io.dlse[batch, head, row]
+        total = self.summed(total)
+        with emit.where(lane == 0):
+            io.delta[batch, head, row] = total - dlse
+            io.shift[batch, head, row] = shift
+
+    def summed(self, part: Float32) -> Float32:
+        """The sum over the lanes of a row."""
         distance = 1
         while distance < self.lanes:
-            total = total + cute.arch.shuffle_sync_bfly(total, offset=distance)
+            part = part + cute.arch.shuffle_sync_bfly(part, offset=distance)
             distance *= 2
-        if lane == 0:
-            if const_expr(io.dlse is not None):
-                if row < io.out.shape[1]:
-                    total = total - io.dlse[batch, head, row]
-            io.delta[batch, head, row] = total
-            io.shift[batch, head, row] = shift
+        return part
 
     def product(self, io: PreprocessIo, at: tuple, lane: Int32) -> Float32:
         """The sum of O * dO over the vector of ``lane``."""
         batch, head, row = at
-        parts = []
-        for tensor in (io.out, io.dout):
-            vector = cute.local_tile(tensor[batch, row, head, None], (VECTOR,), (lane,))
-            r = cute.make_rmem_tensor(VECTOR, tensor.element_type)
-            cute.autovec_copy(vector, r)
-            parts.append(r.load().to(Float32))
-        product = parts[0] * parts[1]
-        return product.reduce(cute.ReductionOp.ADD, Float32(0.0), reduction_profile=0)
+        kind = ir.VectorType.get([VECTOR], Float32.mlir_type)
+        o, do = (
+            arith.extf(kind, vectors.load(tensor[batch, row, head, None], lane))
+            for tensor in (io.out, io.dout)
+        )
+        zero = Float32(0.0).ir_value()
+        product = arith.mulf(o, do)
+        return Float32(vector.reduction(zero.type, vector.CombiningKind.ADD, product, acc=zero))
 
     def clear(self, sums: cute.Tensor, block: Int32, thread: Int32) -> None:
         """Zero the block's part of ``sums``."""
         count = self.tile * self.plan.width // vectors.FLOATS
-        zero = cute.make_rmem_tensor(vectors.FLOATS, Float32)
-        zero.fill(0.0)
+        zero = emit.splat(Float32(0.0).ir_value(), vectors.FLOATS)
+        first = cutlass.Int64(block) * count + thread
         for i in range(count // THREADS):
-            at = cutlass.Int64(block) * count + (i * THREADS + thread)
-            cute.autovec_copy(zero, vectors.vector_of(sums, at))
+            vectors.store(sums, first + i * THREADS, zero)
