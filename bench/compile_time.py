@@ -1,6 +1,6 @@
-"""How long a kernel takes to exist: ours, and the same attention through nvcc from CUTLASS.
+"""How long a kernel takes to exist: ours, FlashAttention-4's, and through nvcc from CUTLASS.
 
-    python -m bench.compile_time [--repeats 3] [--only ours,cutlass,fa3] [--nvcc NVCC]
+    python -m bench.compile_time [--repeats 3] [--only ours,fa4,cutlass,fa3] [--nvcc NVCC]
         [--cutlass DIR] [--fa3-source DIR] [--cases plain,causal] [--cpp-cases plain,softcap]
 
 No GPU is needed. One process at a time; wall and CPU seconds, peak memory (resident, of the largest
@@ -11,11 +11,14 @@ includes is ``INCLUDED``, which the table and the plot repeat. A backward is thr
 of one case. ``first`` less ``after`` is the same whatever the kernel: of one case, too. Our Python
 is in bytecode, as pip leaves it.
 
+FlashAttention-4's forward is compiled of fake tensors where its package is installed
+(``fa4_compile.py``): the same compiler on the same host, whatever that host's speed.
+
 C++ is ``hopper_fmha.cu`` beside this file, on the headers of the PyPI package ``nvidia-cutlass``
 4.2.0.0 (``--cutlass``: its ``cutlass_library/source``, found by itself where it is installed), and
 one of FlashAttention-3's own instantiation files, of a checkout with CUTLASS in ``csrc/cutlass``.
 
-What is missing (nvcc, the package, the checkout) is named, and the rest is measured.
+What is missing (nvcc, a package, the checkout) is named, and the rest is measured.
 """
 
 from __future__ import annotations
@@ -41,6 +44,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from bench import fa4_compile
 from bench.device import commit
 from bench.results import Report, table
 
@@ -59,6 +63,7 @@ INCLUDED = {
     "ours after": "tracing, IR passes, libNVVM, ptxas, export, link; not the process's first",
     "ours disk": "found on disk by a fresh process; the first also loads the launch runtime",
     "ours memory": "asked for again by the same process",
+    "fa4 compile": "cute.compile alone of FlashAttention-4's forward, not the process's first",
     "cutlass nvcc": "nvcc, nothing to an object file: one forward kernel, or a backward's three",
     "fa3 features off": "nvcc on FlashAttention-3's own file, its optional features compiled out",
     "fa3 features on": "nvcc on FlashAttention-3's own file, with all features",
@@ -247,6 +252,16 @@ def _ours(cases: list[str]) -> Iterator[dict[str, Any]]:
                     yield common | {"peak_gib": usage.peak_gib} | json.loads(line)
 
 
+def _fa4(cases: list[str]) -> Iterator[dict[str, Any]]:
+    for target in TARGETS:
+        with tempfile.TemporaryDirectory() as folder:
+            out, usage = _child("fa4", target, cases, Path(folder))
+        for line in out.splitlines():
+            if line.startswith("{"):
+                row = {"who": "fa4", "target": target, "peak_gib": usage.peak_gib}
+                yield row | json.loads(line)
+
+
 def _child(what: str, target: str, words: list[str], folder: Path) -> tuple[str, Usage]:
     command = [sys.executable, "-m", "bench.compile_time", "--measure", what, target, *words]
     return run(command, _bytecode() | {"FA_CUTE_CACHE_DIR": str(folder)})
@@ -367,8 +382,10 @@ def main(argv: list[str] | None = None) -> int:
     options = _options(argv)
     if options.measure:
         what, target, *words = options.measure
-        measures = {"first": lambda: first(*words, target), "after": lambda: after(words, target)}
-        measures.get(what, lambda: stored(words, target))()
+        if what == "first":
+            first(*words, target)
+        else:
+            {"after": after, "fa4": fa4_compile.seconds, "stored": stored}[what](words, target)
         return 0
     nvcc = options.nvcc or shutil.which("nvcc")
     wanted, source = options.only.split(","), options.cutlass or _found_cutlass()
@@ -378,6 +395,10 @@ def main(argv: list[str] | None = None) -> int:
     sides: list[Callable[[], Iterator[dict[str, Any]]]] = []
     if "ours" in wanted:
         sides.append(lambda: _ours(cases))
+    if "fa4" in wanted and importlib.util.find_spec("flash_attn") is None:
+        print("FlashAttention-4 is not measured: pip install flash-attn-4 (a beta: --pre)")
+    elif "fa4" in wanted:
+        sides.append(lambda: _fa4(cases))
     if nvcc is None:
         print("C++ is not measured: nvcc is not on the PATH (--nvcc names one)")
     elif "cutlass" in wanted and source is None:
@@ -406,7 +427,7 @@ def _options(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--cases", default=",".join(CASES))
     parser.add_argument("--cpp-cases", help="of nvcc; as --cases by default")
-    parser.add_argument("--only", default="ours,cutlass,fa3")
+    parser.add_argument("--only", default="ours,fa4,cutlass,fa3")
     parser.add_argument("--nvcc", help="the compiler; the one on the PATH by default")
     parser.add_argument("--cutlass", type=Path, help="the source folder of nvidia-cutlass")
     parser.add_argument("--fa3-source", type=Path, help="a checkout of flash-attention")

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import re
 import subprocess
 import sys
@@ -29,12 +28,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from bench import fa4_compile
 from bench.device import commit
 from bench.results import Report, table
 
 HEAD_DIMS = ((64, 64), (96, 96), (128, 128), (192, 128), (256, 256))
-SM_COUNT = 148
-SEQLEN, HEADS = 8192, 16
 _INSTRUCTION = re.compile(
     r"^\s+/\*([0-9a-f]{4,6})\*/\s+(?:@!?U?P[0-9T]+ )?([A-Z][A-Z0-9_]*(?:\.[A-Z0-9_]+)*)([^;]*);",
     re.MULTILINE,
@@ -166,30 +164,11 @@ def ours(case: tuple[int, int, bool], target: str, folder: Path) -> dict[str, An
 
 def fa4(case: tuple[int, int, bool], target: str, folder: Path) -> dict[str, Any]:
     """Compile FlashAttention-4's forward into ``folder``; its tile and shared memory."""
-    os.environ |= {"FLASH_ATTENTION_ARCH": target, "FLASH_ATTENTION_NUM_SMS": str(SM_COUNT)}
-    os.environ["CUTE_DSL_ARCH"] = target
-    import cutlass
-    import cutlass.cute as cute
-    import torch
-    from cutlass import Int32
-    from flash_attn.cute import interface, tile_scheduler
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
     from fa_cute.host.compile import _shared_memory
 
-    def grid(params: Any, *, loc: Any = None, ip: Any = None) -> tuple:
-        most = SM_COUNT // params.cluster_shape_m * params.cluster_shape_m
-        blocks = params.total_blocks_cluster * params.cluster_shape_m
-        return cutlass.min(most, blocks), Int32(1), Int32(1)
+    found: dict[str, Any] = {}
 
-    # The package asks the driver for the number of SMs.
-    tile_scheduler.StaticPersistentTileScheduler.get_grid_shape = staticmethod(grid)
-    compile_, found = cute.compile, {}
-
-    class Compiled(Exception):
-        """There is nothing to launch on."""
-
-    def compiled(kernel: Any, *arguments: Any, options: str = "") -> None:
+    def compiled(compile_: Any, kernel: Any, *arguments: Any, options: str) -> None:
         options += f" --keep-ptx --keep-cubin --dump-dir {folder}"
         function = compile_(kernel, *arguments, options=options, no_jit_engine=True)
         found["kernel"] = type(kernel).__name__
@@ -197,19 +176,9 @@ def fa4(case: tuple[int, int, bool], target: str, folder: Path) -> dict[str, Any
         found.update(rows=rows[0], keys=rows[1])
         found["pair"] = bool(getattr(kernel, "use_2cta_instrs", False))
         found["shared_memory"] = _shared_memory(str(function.ir_module))
-        raise Compiled
 
-    cute.compile = compiled
     width, width_v, causal = case
-    with FakeTensorMode(), torch.no_grad():
-        q, k, v = (
-            torch.empty(1, SEQLEN, HEADS, d, device="cuda", dtype=torch.bfloat16)
-            for d in (width, width, width_v)
-        )
-        try:
-            interface.flash_attn_func(q, k, v, causal=causal)
-        except Compiled:
-            pass
+    fa4_compile.forward(target, compiled, widths=(width, width_v), causal=causal)
     return found
 
 
