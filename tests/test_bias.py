@@ -21,6 +21,7 @@ from fa_cute.mods.derivative import differentiate
 from fa_cute.mods.tiles import lead_graphs, shared_by, tiled_loads
 from fa_cute.mods.trace import trace_score_mod
 from fa_cute.plan import SHARED_MEMORY_LIMIT
+from tests.gpu.configurations import BIASES
 from tests.tracing import offsets, within_a_trace
 
 HEAD_DIMS = ((8, 8), (64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256))
@@ -340,3 +341,22 @@ def test_no_row_spills_or_serialises(row: configs.Row) -> None:
     assert kernel.plan.config == row.config and kernel.plan.bias == 0
     assert kernel.resources.spill_bytes == 0 and kernel.resources.serialised == 0
     assert kernel.resources.shared_memory <= SHARED_MEMORY_LIMIT
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize(
+    "name",
+    [
+        "d128-bf16",
+        "d128-fp16-causal",
+        "d64-bf16-causal",
+        "d192-128-bf16",
+        "d256-bf16-causal",
+        "left",
+    ],
+)
+def test_nothing_spills_without_lse(name: str) -> None:
+    """Maxima are presumed there, which holds S until it is known whether that did."""
+    kernel = replace(BIASES[name], return_lse=False).compile()
+    assert kernel.plan.bias == 0
+    assert kernel.resources.spill_bytes == kernel.resources.serialised == 0

@@ -23,6 +23,8 @@ from typing import Any, NamedTuple
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
+from cutlass._mlir import ir
+from cutlass._mlir.dialects import arith, vector
 from cutlass.cute.nvgpu import warp
 
 from fa_cute.device import emit
@@ -174,7 +176,7 @@ class Reader(NamedTuple):
                 rows[at % FRAGMENT_ROWS].append(piece(at).load().ir_value())
         else:
             for at in range(columns.start // 4, columns.stop // 4):
-                found = piece(at).load().to(cutlass.Float32).ir_value()
+                found = _widened(piece(at))
                 for row, parts in enumerate(rows):
                     parts += [emit.part(found, first + 2 * row, 2) for first in (0, 4)]
         return Value("element", tuple(map(emit.joined, rows)))
@@ -219,3 +221,18 @@ class RowReader(NamedTuple):
         )
         cute.copy(atom, source, found)
         return found
+
+
+def _widened(piece: cute.Tensor) -> Any:
+    """Eight 16-bit values in fp32; of bfloat16 an instruction each, where ptxas makes three of two.
+
+    32 instructions of 590 a block: d128 full 576 -> 582 TFLOP/s.
+    """
+    found = piece.load()
+    if piece.element_type is not cutlass.BFloat16:
+        return found.to(cutlass.Float32).ir_value()
+    words, floats = (ir.VectorType.get([4], kind) for kind in (emit.integer(32), ir.F32Type.get()))
+    pairs = vector.bitcast(words, found.ir_value())
+    halves = arith.shli(pairs, emit.like(pairs, 16)), arith.andi(pairs, emit.like(pairs, -1 << 16))
+    low, high = (vector.bitcast(floats, half) for half in halves)
+    return vector.shuffle(low, high, [0, 4, 1, 5, 2, 6, 3, 7])

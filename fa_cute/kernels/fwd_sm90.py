@@ -127,11 +127,10 @@ class Operands:
 
 
 class Work(NamedTuple):
-    """A consumer's share of a tile: the tile, its warpgroup, its thread of 128."""
+    """A consumer's share of a tile: the tile, its warpgroup."""
 
     place: Place
     warpgroup: Int32
-    thread: Int32
 
 
 class Fragments(NamedTuple):
@@ -266,7 +265,6 @@ class FwdSm90(Loads):
 
     @cute.jit
     def math(self, x: Operands, rings, buffers: Buffers):
-        thread = cute.arch.thread_idx()[0] % WARPGROUP
         group = cute.arch.make_warp_uniform(cute.arch.warp_idx()) // 4 - 1
         mods = self.modifiers(x, buffers, group)
         self.turns.open(group)
@@ -283,7 +281,7 @@ class FwdSm90(Loads):
             else:
                 walk = self.walk.spans(x.bounds, place)
                 count = walk.end - walk.begin
-            work = Work(place, group, thread)
+            work = Work(place, group)
             entered = (mods, (place.batch, place.head), self.first_row(work))
             if const_expr(self.opens_early):
                 share = (work, modifiers.enter(*entered), s)
@@ -472,10 +470,11 @@ class FwdSm90(Loads):
         softmax.settle(s, f.p, f.o, state, c, line=line, bounded=self.bounded)
 
     def reader(self, x: Operands, buffers: Buffers, work: Work) -> Reader | None:
-        """What this thread reads of the bias' boxes, or None."""
+        """What this thread reads of the bias' boxes, or None; told again (kept, 4 bytes spill)."""
         if self.bias is None:
             return None
-        return self.bias.reader(x.qk, buffers.bias, work.warpgroup * WARPGROUP + work.thread)
+        thread = work.warpgroup * WARPGROUP + mma_sm90.thread_again()
+        return self.bias.reader(x.qk, buffers.bias, thread)
 
     def take_bias(self, rings) -> Any:
         """The next slot of the bias' ring, or None."""
