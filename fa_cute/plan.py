@@ -13,7 +13,10 @@ from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, NamedTuple
 
 from fa_cute.mods.graph import Graph
+from fa_cute.spans import Arithmetic, heads_together
 
+SECTIONS_AHEAD = 2  # of heads of a backward, whose sums are zeroed
+BACKWARD_BYTES = 16 << 20  # of an H200's L2 of 60 MB, for heads of a backward side by side
 SHARED_MEMORY_LIMIT = 232448  # 227 KiB, what one CTA of sm_90 may have
 
 
@@ -57,7 +60,8 @@ class BwdConfig:
     ring and of dS; registers a thread, as in ``FwdConfig``. Each of the ``consumers`` warpgroups
     has 64 keys of its own, or, ``wide``, all have the same 64: they part the queries of S and the
     columns of dK and dV, so that head dims whose dK and dV pass the registers of one fit. ``bulk``:
-    dQ is added from shared memory, as a deterministic one always is, else from registers.
+    dQ is added from shared memory, as a deterministic one always is, else from registers; from
+    ``dq_slots``, of which the kernel takes fewer where memory has no room.
     """
 
     tile_q: int
@@ -67,6 +71,7 @@ class BwdConfig:
     consumer_registers: int
     wide: bool = False
     bulk: bool = False
+    dq_slots: int = 1
 
     @property
     def consumers(self) -> int:
@@ -179,6 +184,25 @@ class Plan:
     def in_turn(self) -> bool:
         """Whether tiles of keys add to dQ in turn."""
         return self.deterministic and self.gradients[0]
+
+    @property
+    def zeroes(self) -> bool:
+        """Whether tiles of a backward zero the sums of later heads (``device/zeroing.py``).
+
+        In turn, and by the length of lists, tiles come in other orders.
+        """
+        return self.gradients[0] and not self.deterministic and self.visits != "lists"
+
+    def heads_together(self, seqlen_q: Any, spread: int, arithmetic: Arithmetic) -> Any:
+        """Of a backward: key heads whose tiles run side by side, before those of any other.
+
+        Q, dO and dQ's sums of their query heads are 16 MB: d128 S1k causal, 325 TFLOP/s by Q and
+        dO alone (64 heads), 354 with dQ in 32 MB (32 heads), 366 so (16); S8k 615, 610, 610.
+        ``spread``: so many times as much.
+        """
+        row_bytes = 2 * (self.head_dim + self.head_dim_v) + 4 * self.width
+        room = spread * BACKWARD_BYTES // (row_bytes * self.gqa_ratio)
+        return heads_together(seqlen_q, room, arithmetic)
 
     @property
     def bias_stages(self) -> int:
@@ -304,7 +328,9 @@ class BwdIo(NamedTuple):
     q, dout ``(B, Sq, Hq, ·)``; k, v, dk, dv ``(B, Sk, Hk, ·)``. From the preprocess: ``shift`` and
     ``delta`` ``(B, Hq, P)`` float32, P = Sq padded to whole blocks of ``tile_q``; ``sums``
     ``(B, Hq, P, width)`` float32, dQ in fragment order; ``turns`` int32, one a block,
-    ``(B, Hq, P / tile_q)``; None unless deterministic. What is not computed has None.
+    ``(B, Hq, P / tile_q)``; None unless deterministic. ``zeroed`` int32 ``(B, Hk, 1)``: how many
+    tiles of earlier heads have zeroed their part of the head's sums, if the plan ``zeroes``. What
+    is not computed has None.
     """
 
     q: Any
@@ -317,12 +343,14 @@ class BwdIo(NamedTuple):
     dk: Any
     dv: Any
     turns: Any = None
+    zeroed: Any = None
 
 
 class PreprocessIo(NamedTuple):
     """The tensors of the pass before: out, dout ``(B, Sq, Hq, Dv)``, lse, dlse ``(B, Hq, Sq)``.
 
-    dlse is None where lse has no gradient. It writes the others: see ``BwdIo``.
+    dlse is None where lse has no gradient. It writes the others: see ``BwdIo``; of ``sums``, seen
+    here as ``(1, n, P, width)``, those of the first n heads of all batches.
     """
 
     out: Any
@@ -333,6 +361,7 @@ class PreprocessIo(NamedTuple):
     delta: Any
     sums: Any
     turns: Any = None
+    zeroed: Any = None
 
 
 class PostprocessIo(NamedTuple):

@@ -76,6 +76,15 @@ class Arithmetic:
 PYTHON = Arithmetic()
 
 
+def heads_together(rows: Any, room: int, arithmetic: Arithmetic = PYTHON) -> Any:
+    """How many heads of so many ``rows`` fit into ``room`` rows: a power of two up to 64, or 1."""
+    most = 1
+    for count in (2, 4, 8, 16, 32, 64):
+        fits = arithmetic.minimum(arithmetic.maximum(room // count - rows + 1, 0), 1)
+        most = arithmetic.maximum(most, count * fits)
+    return most
+
+
 def visible(
     bounds: Bounds, q_begin: Any, q_end: Any, arithmetic: Arithmetic = PYTHON
 ) -> tuple[Any, Any]:

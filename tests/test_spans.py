@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from fa_cute.spans import Bounds, kv_spans, q_spans, visible
+from fa_cute.spans import Bounds, heads_together, kv_spans, q_spans, visible
 
 LENGTHS = [(1, 1), (5, 12), (12, 5), (8, 8), (13, 16), (3, 0), (9, 1)]
 SIDES = [None, 0, 1, 3, 40]
@@ -90,3 +90,9 @@ def test_tiles_of_keys_that_visit_a_block(lengths: tuple[int, int], tile: tuple[
             if visiting:
                 begin = max(begin, 0) // tile_kv if left is not None else 0
                 assert visiting == list(range(begin, -(-end // tile_kv)))
+
+
+@pytest.mark.parametrize("rows", [1, 15, 16, 17, 512, 513, 1024, 1025, 2**30])
+def test_heads_that_fit_together(rows: int) -> None:
+    fitting = [count for count in (2, 4, 8, 16, 32, 64) if rows * count <= 1024]
+    assert heads_together(rows, 1024) == max(fitting, default=1)

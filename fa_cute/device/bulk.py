@@ -19,7 +19,7 @@ def add(source: cute.Tensor, target: Int64, *, visible: bool = False) -> None:
     """
     size = 4 * cute.cosize(source.layout)
     lines = [
-        *(["fence.proxy.async.global;"] if visible else []),
+        "fence.proxy.async.global;",
         f"cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [$0], [$1], {size};",
         "cp.async.bulk.commit_group;",
         f"cp.async.bulk.wait_group{'' if visible else '.read'} 0;",

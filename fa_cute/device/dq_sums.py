@@ -30,9 +30,10 @@ class DqSums:
         self.bulk = in_bulk(plan)
 
     def layout(self) -> cute.Layout:
-        """dQ in shared memory: (4, threads, vectors, consumers)."""
-        count = self.config.tile_q * self.plan.width // (4 * WARPGROUP * self.config.consumers)
-        return cute.make_layout((vectors.FLOATS, WARPGROUP, count, self.config.consumers))
+        """dQ in shared memory: (4, threads, vectors, consumers, slots)."""
+        c = self.config
+        count = c.tile_q * self.plan.width // (4 * WARPGROUP * c.consumers)
+        return cute.make_layout((vectors.FLOATS, WARPGROUP, count, c.consumers, c.dq_slots))
 
     def hand_on(self, to: cute.Tensor, work: Any, dq: cute.Tensor) -> None:
         """Write the accumulator to shared memory, where a warp adds it from."""
@@ -66,10 +67,11 @@ class DqSums:
                 block = self.walk.following(visits, j, block).block
                 if const_expr(self.bulk and self.plan.in_turn):
                     turn = rings.turn.take()
-                with rings.dq.drain():
+                with rings.dq.drain() as slot:
                     if const_expr(self.bulk):
+                        mine = dq[(*[None] * 4, slot.index)]
                         with cute.arch.elect_one():
-                            bulk.add(dq, sums + Int64(block) * size, visible=self.plan.in_turn)
+                            bulk.add(mine, sums + Int64(block) * size, visible=self.plan.in_turn)
                 if const_expr(self.bulk and self.plan.in_turn):
                     turn.release()
                 if const_expr(self.plan.in_turn):
@@ -114,7 +116,8 @@ def rings(plan: Plan) -> tuple[RingSpec, ...]:
     Without ``bulk`` the consumers wait for turns, and dq tells that they have added.
     """
     bulk, fills = in_bulk(plan), 4 * plan.config.consumers
-    dq = RingSpec("dq", 1 if bulk else 2, 0, "math", "load", "until read", fills=fills, empties=1)
+    slots = plan.config.dq_slots if bulk else 2
+    dq = RingSpec("dq", slots, 0, "math", "load", "until read", fills=fills, empties=1)
     who, readers = ("load", 1) if bulk else ("math", fills)
     why = "the sums are this tile's to add to"
     turn = RingSpec("turn", 2, 0, "load", who, why, empties=readers)

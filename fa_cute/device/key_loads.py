@@ -33,6 +33,8 @@ class KeyLoads:
                 loader(x.k, buffers.k, place.head, place.batch, Reuse.ONCE)(place.block, k)
             with rings.v.fill() as v:
                 loader(x.v, buffers.v, place.head, place.batch, Reuse.ONCE)(place.block, v)
+            if const_expr(self.plan.zeroes):
+                self.zeroing.wait(x, place)  # for all who learn of the tile's Q
             for i in cutlass.range(self.plan.gqa_ratio, unroll=1):
                 head = place.head * self.plan.gqa_ratio + i
                 load_q = loader(x.q, buffers.q, head, place.batch, Reuse.OFTEN)

@@ -14,7 +14,7 @@ from cutlass import Int32
 
 from fa_cute.device.fragment import Fragment
 from fa_cute.device.mma_sm90 import ROWS
-from fa_cute.device.scheduler import Place, Tiles, section_of
+from fa_cute.device.scheduler import Place, Tiles
 from fa_cute.device.visits import KeyRangeVisits, ListVisits, Visit, ranges_at
 from fa_cute.mods.shown import visible_graph
 from fa_cute.plan import BwdIo, Plan
@@ -97,13 +97,10 @@ class KeyWalk:
     def number(self, io: BwdIo) -> Tiles:
         """The numbering of tiles."""
         batch, seqlen_k, heads = (io.k.shape[i] for i in range(3))
-        # Q, dO and the sums of dQ of a section in 16 MB: d128 S1k causal, 325 TFLOP/s by Q and dO
-        # alone (64 heads), 354 with dQ in 32 MB (32 heads), 366 so (16); S8k 615, 610, 610.
-        row_bytes = 2 * (self.plan.head_dim + self.plan.head_dim_v) + 4 * self.plan.width
         # In turn more heads side by side wait less: S8k causal 580 and, of 32 MB, 589; where all
         # begin at one block, 517 and, of 64 MB, 564, full 590 and 605.
         spread = (2 if self.turned else 4) if self.plan.in_turn else 1
-        section = section_of(2 * row_bytes // spread * io.q.shape[1] * self.plan.gqa_ratio, 1)
+        section = Int32(self.plan.heads_together(io.q.shape[1], spread, ARITHMETIC))
         if self.sorted:
             # A few tiles may be far longer than the rest: those of all heads come first.
             section = heads * batch

@@ -23,7 +23,7 @@ class Buffers(NamedTuple):
     """Shared memory: k (tile_kv, D, 1), v (tile_kv, Dv, 1), q (tile_q, D, ·), do (tile_q, Dv, ·),
     ds (tile_q, tile_kv, ·); shift, delta (tile_q, ·) fp32; p like ds, if wide.
 
-    ``dq``: (4, threads, vectors, consumers) fp32, in the order of its sums, or None.
+    ``dq``: (4, threads, vectors, consumers, ·) fp32, in the order of its sums, or None.
     ``scratch``: 32-bit words of the mods' diagonals, one part a consumer warpgroup, or None.
     ``notes``: the visits' words (stages,), or None. ``next``: a header (words,).
     """

@@ -27,6 +27,7 @@ from fa_cute.plan import (
     BACKWARD,
     POSTPROCESS,
     PREPROCESS,
+    SECTIONS_AHEAD,
     BwdConfig,
     BwdIo,
     Extra,
@@ -35,6 +36,7 @@ from fa_cute.plan import (
     PostprocessIo,
     PreprocessIo,
 )
+from fa_cute.spans import PYTHON
 
 if TYPE_CHECKING:
     from fa_cute.host.problem import Problem
@@ -196,10 +198,15 @@ def backward(
     blocks = -(-problem.seqlen_q // config.tile_q)
     rows = blocks * config.tile_q
     shift, delta = torch.empty((2, *shape, rows), dtype=torch.float32, device=q.device)
-    sums = turns = dk = dv = None
+    sums = turns = zeroed = first = dk = dv = None
     of_q, of_kv = plans.main.gradients
     if of_q:
         sums = torch.empty((*shape, rows, plans.main.width), dtype=torch.float32, device=q.device)
+        first = sums.view(1, -1, *sums.shape[2:])[:, : _zeroed_before(plans.main, problem)]
+    if plans.preprocess.zeroes:
+        zeroed = torch.empty(
+            (problem.batch, problem.heads_k, 1), dtype=torch.int32, device=q.device
+        )
     if plans.main.in_turn:
         turns = torch.empty((*shape, blocks), dtype=torch.int32, device=q.device)
     q, k, v, out, dout = (kernel_ready(x) for x in (q, k, v, out, dout))
@@ -209,16 +216,26 @@ def backward(
         dlse = torch.zeros_like(lse) if dlse is None else dlse.float().contiguous()
     launch = launch._replace(counter=counter(q.device))
     preprocess = compiled(plans.preprocess)
-    _launch(preprocess, PreprocessIo(out, dout, lse, dlse, shift, delta, sums, turns), launch)
+    before = PreprocessIo(out, dout, lse, dlse, shift, delta, first, turns, zeroed)
+    _launch(preprocess, before, launch)
     if any(needs):
-        main = compiled(plans.main)
-        main(BwdIo(q, k, v, dout, shift, delta, sums, dk, dv, turns), extra, launch)
+        main, later = compiled(plans.main), zeroed if plans.main.zeroes else None
+        main(BwdIo(q, k, v, dout, shift, delta, sums, dk, dv, turns, later), extra, launch)
     dq = None
     if needs.dq:
         dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         _launch(compiled(plans.postprocess), PostprocessIo(sums, dq), launch)
     given = (x if need else None for x, need in zip((dq, dk, dv), needs))
     return Gradients(*given, delta[..., : problem.seqlen_q])
+
+
+def _zeroed_before(main: Plan, problem: Problem) -> int:
+    """Query heads of all batches whose sums the preprocess zeroes: those that no tile does."""
+    heads = problem.batch * problem.heads_q
+    if not main.zeroes:
+        return heads
+    ahead = SECTIONS_AHEAD * main.heads_together(problem.seqlen_q, 1, PYTHON)
+    return min(heads, ahead * main.gqa_ratio)
 
 
 def _launch(kernel: Kernel, io: PreprocessIo | PostprocessIo, launch: Launch) -> None:

@@ -394,11 +394,12 @@ def _fake_io(plan: Plan) -> Any:
         return PostprocessIo(sums, dk)
     shift, delta = _fake_rows(aligned=True), _fake_rows(aligned=True)
     turns = _fake_rows("int32") if plan.in_turn else None
+    zeroed = _fake_rows("int32") if plan.zeroes else None
     if plan.direction == PREPROCESS:
         dlse = _fake_rows() if plan.return_lse else None
-        return PreprocessIo(out, dout, _fake_rows(), dlse, shift, delta, sums, turns)
+        return PreprocessIo(out, dout, _fake_rows(), dlse, shift, delta, sums, turns, zeroed)
     dk, dv = (dk, out) if of_kv else (None, None)
-    return BwdIo(q, k, v, dout, shift, delta, sums, dk, dv, turns)
+    return BwdIo(q, k, v, dout, shift, delta, sums, dk, dv, turns, zeroed)
 
 
 def _element(dtype: str) -> Any:

@@ -65,7 +65,12 @@ class BwdPreprocess:
         block, head = number % x.blocks, number // x.blocks % x.heads
         batch = number // x.blocks // x.heads
         if const_expr(x.io.sums is not None):
-            self.clear(x.io.sums[batch, head, 0, None], block, thread)
+            of_all = number // x.blocks
+            if of_all < x.io.sums.shape[1]:
+                self.clear(x.io.sums[0, of_all, 0, None], block, thread)
+        if const_expr(x.io.zeroed is not None):
+            if (thread == 0) & (head < x.io.zeroed.shape[1]):
+                x.io.zeroed[batch, head, 0] = 0
         if const_expr(x.io.turns is not None):
             with emit.where(thread == 0):
                 x.io.turns[batch, head, block] = 0

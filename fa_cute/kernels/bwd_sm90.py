@@ -63,6 +63,7 @@ from fa_cute.device import (
     modifiers,
     score,
     softmax,
+    zeroing,
 )
 from fa_cute.device.bounds import bounds_of
 from fa_cute.device.key_loads import KeyLoads
@@ -73,12 +74,12 @@ from fa_cute.device.products import Buffers, Fragments, Mmas, Products
 from fa_cute.device.scheduler import HEADER, Place, Tiles, told
 from fa_cute.device.topology import WARPGROUP, RingSpec, Role, Topology
 from fa_cute.device.visits import Visit
-from fa_cute.plan import SHARED_MEMORY_LIMIT, BwdIo, Extra, Launch, Plan
+from fa_cute.plan import SHARED_MEMORY_LIMIT, BwdConfig, BwdIo, Extra, Launch, Plan
 from fa_cute.spans import Bounds, QSpans
 
 DTYPES = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16}
 LOADED = ("k", "v", "q", "do")  # the rings that TMA fills
-ALIGNED = 2048  # bytes that barriers and the alignment of buffers take at most
+ROOM = SHARED_MEMORY_LIMIT - 2048  # barriers, words and the alignment of buffers take the rest
 DS_READY = 1  # the named barrier of the consumers; 0 is the CTA's own
 
 
@@ -89,10 +90,11 @@ def topology(plan: Plan) -> Topology:
     do_bytes = c.tile_q * (plan.width_v * 2 + 4)
     noted = plan.visits != "bounds"
     of_dq = dq_sums.rings(plan)
-    readers = 4 * c.consumers + len(of_dq)
+    others = len(of_dq) + plan.zeroes
+    readers = 4 * c.consumers + others
     return Topology(
         roles=(
-            Role("load", 1, c.producer_registers, 1 + len(of_dq), "draws tiles; TMA; adds dQ"),
+            Role("load", 1, c.producer_registers, 1 + others, "draws tiles; TMA; dQ's sums"),
             Role("math", c.consumers, c.consumer_registers, 4, "wgmma, P, dS, dQ, stores"),
         ),
         rings=(
@@ -109,14 +111,20 @@ def topology(plan: Plan) -> Topology:
 
 
 def fitting(plan: Plan, scratch_bytes: int) -> Plan:
-    """The plan, with one slot a ring where mods' diagonals or dQ leave no room for more (d256)."""
+    """The plan, with as many slots a ring as mods' diagonals and the wide heads leave room for."""
     c = plan.config
+    tries = [(c.stages, c.dq_slots), (c.stages, 1), (1, 1)]
+    configs = [replace(c, stages=stages, dq_slots=slots) for stages, slots in tries]
+    fits = (config for config in configs if _bytes(plan, config) + scratch_bytes <= ROOM)
+    return replace(plan, config=next(fits, configs[-1]))
+
+
+def _bytes(plan: Plan, c: BwdConfig) -> int:
+    """Shared memory of the rings' slots."""
     a_slot = 2 * c.tile_q * (plan.width + plan.width_v + c.tile_kv * (1 + c.wide) + 4)
     held = 2 * c.tile_kv * (plan.width + plan.width_v)
-    held += 4 * c.tile_q * plan.width * dq_sums.in_bulk(plan)
-    if held + c.stages * a_slot + scratch_bytes + ALIGNED <= SHARED_MEMORY_LIMIT:
-        return plan
-    return replace(plan, config=replace(c, stages=1))
+    held += 4 * c.tile_q * plan.width * dq_sums.in_bulk(plan) * c.dq_slots
+    return held + c.stages * a_slot
 
 
 @dataclass(frozen=True)
@@ -190,6 +198,7 @@ class BwdSm90(KeyLoads):
         self.products = Products(plan, self.dtype)
         self.walk = KeyWalk(plan, self.fragment)
         self.sums = dq_sums.DqSums(plan, self.walk)
+        self.zeroing = zeroing.Zeroing(plan, self.walk)
         self.bulk = self.sums.bulk
         # dP after the exponentials is no slower than with S (d128, S8k: full 651 and 650 TFLOP/s,
         # causal 639 and 636), but of 128 queries P, its rounded copy and dP pass the registers:
@@ -257,6 +266,10 @@ class BwdSm90(KeyLoads):
                 if warp == 2:
                     sides = {"next": "consumer", "turn": "producer"}
                     self.sums.await_turns(x, self.topology.rings_from(storage, **sides), buffers)
+            if const_expr(self.plan.zeroes):
+                if warp == 3:
+                    rings = self.topology.rings_from(storage, next="consumer")
+                    self.zeroing.zero(x, rings, buffers.next)
         else:
             cute.arch.setmaxregister_increase(self.topology.role("math").registers)
             self.math(x, self.rings_of_math(storage), buffers)
@@ -278,16 +291,16 @@ class BwdSm90(KeyLoads):
             name: (self.dtype, cute.cosize(layout))
             for name, layout in zip(names, x.layouts, strict=True)
         }
-        sizes["shift"] = sizes["delta"] = (Float32, c.tile_q * c.stages)
         if self.bulk:
-            sizes["dq"] = (Float32, c.tile_q * self.plan.width)
+            sizes["dq"] = (Float32, c.tile_q * self.plan.width * c.dq_slots)
+        sizes["shift"] = sizes["delta"] = (Float32, c.tile_q * c.stages)
         if self.walk.noted:
             sizes["notes"] = (Int32, c.stages)
         words = sum(self.scratch_words)
         if words:
             sizes["scratch"] = (Int32, words * c.consumers)
         sizes["next"] = (Int32, len(HEADER))
-        words_alone = ("notes", "next")
+        words_alone = ("shift", "delta", "notes", "next")
         storage = cutlass.memory.SmemAllocator().allocate(self.topology.storage(sizes, words_alone))
         tiles = [
             getattr(storage, name).get_tensor(layout.outer, swizzle=layout.inner)
@@ -551,8 +564,8 @@ class BwdSm90(KeyLoads):
     def put_dq(self, body: Sweep, rings, dq: cute.Tensor, block: Int32) -> None:
         """Add the accumulator to the block's sums, or hand it to the warp that does."""
         if self.bulk:
-            with rings.dq.fill():
-                self.sums.hand_on(body.buffers.dq, body.work, dq)
+            with rings.dq.fill() as slot:
+                self.sums.hand_on(body.buffers.dq[(*[None] * 4, slot.index)], body.work, dq)
             return
         sums = body.x.io.sums[body.work.place.batch, body.head, 0, None]
         if self.plan.in_turn:

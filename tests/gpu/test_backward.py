@@ -136,6 +136,17 @@ def test_deterministic(
         assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
 
 
+@pytest.mark.parametrize("heads", [(70, 70), (72, 24)], ids=str)
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (256, 256)], ids=str)
+def test_sums_that_tiles_zero(dims: tuple[int, int], heads: tuple[int, int]) -> None:
+    """More heads than the pass before zeroes the sums of, on memory that is dirty."""
+    case = Case(dims=dims, lengths=(257, 257), heads=heads, batch=3, causal=heads[1] == 70)
+    x = tensors(case)
+    for _ in range(3):
+        torch.full((1 << 27,), float("nan"), device="cuda")
+        judge(case, x, gradients(case, x))
+
+
 @pytest.mark.parametrize("causal", [False, True])
 def test_deterministic_on_many_more_tiles_than_sms(causal: bool) -> None:
     """1,024 CTAs, of which 132 run at once: whose turn it is has always begun."""
