@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 from fa_cute.mods.graph import Graph
 from fa_cute.spans import Arithmetic, heads_together
 
-SECTIONS_AHEAD = 2  # of heads of a backward, whose sums are zeroed
 BACKWARD_BYTES = 16 << 20  # of an H200's L2 of 60 MB, for heads of a backward side by side
 SHARED_MEMORY_LIMIT = 232448  # 227 KiB, what one CTA of sm_90 may have
 

@@ -1,8 +1,10 @@
 """Zeroes for the sums of dQ, written while earlier heads are at work: so they stay in the L2.
 
-Before the launch only the heads of the first two sections are zeroed. A tile of keys zeroes a part
-of the sums of the head two sections behind its own, and its head's tiles wait for all such parts:
-those tiles were drawn long before, so the wait is one look at a counter, and none waits for ever.
+A tile of keys zeroes a part of the sums of the head that is a section of heads behind its own, and
+that head's tiles wait for all such parts. They were drawn before, so the wait is one look at a
+counter. Tiles that CTAs begin with have no such duty (a CTA whose tile is not drawn may not have
+begun, where others hold its SM): what they would zero, and the first section, is zeroed before the
+launch (``host/backward.py``). So whoever is waited for is at work, and none waits for ever.
 """
 
 from __future__ import annotations
@@ -11,13 +13,13 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int64
+from cutlass import Int32, Int64
 from cutlass._mlir.dialects import llvm
 
 from fa_cute.device import turns, vectors
 from fa_cute.device.key_walk import KeyWalk
 from fa_cute.device.scheduler import Place, told
-from fa_cute.plan import SECTIONS_AHEAD, Plan
+from fa_cute.plan import Plan
 
 LANES = 32
 AT_ONCE = 16  # vectors a lane
@@ -34,8 +36,8 @@ class Zeroing:
         """Zero what is behind each tile."""
         tile, place = self.walk.first(x)
         while tile < x.tiles.count:
-            row = place.batch * x.tiles.heads + place.head + SECTIONS_AHEAD * x.tiles.section
-            if row < x.tiles.rows:
+            row = place.batch * x.tiles.heads + place.head + x.tiles.section
+            if (row >= zeroed_before(x)) & (row < x.tiles.rows):
                 self._part(x, place._replace(head=row % x.tiles.heads, batch=row // x.tiles.heads))
             with rings.next.drain():
                 tile, place = told(header)
@@ -59,9 +61,16 @@ class Zeroing:
     @cute.jit
     def wait(self, x: Any, place: Place):
         """Wait until the sums of the key head at ``place`` are zeroed: for all lanes of a warp."""
-        if place.batch * x.tiles.heads + place.head >= SECTIONS_AHEAD * x.tiles.section:
+        if place.batch * x.tiles.heads + place.head >= zeroed_before(x):
             turns.wait(counter(x, place), x.tiles.blocks)
         cute.arch.sync_warp()
+
+
+def zeroed_before(x: Any) -> Int32:
+    """Key heads of all batches whose sums are zeroed before the launch."""
+    section = x.tiles.section
+    begun = cute.ceil_div(cute.arch.grid_dim()[0], x.tiles.blocks * section) * section
+    return begun + section
 
 
 def counter(x: Any, place: Place) -> cute.Pointer:

@@ -27,7 +27,6 @@ from fa_cute.plan import (
     BACKWARD,
     POSTPROCESS,
     PREPROCESS,
-    SECTIONS_AHEAD,
     BwdConfig,
     BwdIo,
     Extra,
@@ -202,7 +201,9 @@ def backward(
     of_q, of_kv = plans.main.gradients
     if of_q:
         sums = torch.empty((*shape, rows, plans.main.width), dtype=torch.float32, device=q.device)
-        first = sums.view(1, -1, *sums.shape[2:])[:, : _zeroed_before(plans.main, problem)]
+        first = sums.view(1, -1, *sums.shape[2:])[
+            :, : _zeroed_before(plans.main, problem, launch.sm_count)
+        ]
     if plans.preprocess.zeroes:
         zeroed = torch.empty(
             (problem.batch, problem.heads_k, 1), dtype=torch.int32, device=q.device
@@ -229,13 +230,15 @@ def backward(
     return Gradients(*given, delta[..., : problem.seqlen_q])
 
 
-def _zeroed_before(main: Plan, problem: Problem) -> int:
-    """Query heads of all batches whose sums the preprocess zeroes: those that no tile does."""
+def _zeroed_before(main: Plan, problem: Problem, ctas: int) -> int:
+    """Query heads of all batches whose sums the preprocess zeroes (``device/zeroing.py``)."""
     heads = problem.batch * problem.heads_q
     if not main.zeroes:
         return heads
-    ahead = SECTIONS_AHEAD * main.heads_together(problem.seqlen_q, 1, PYTHON)
-    return min(heads, ahead * main.gqa_ratio)
+    section = main.heads_together(problem.seqlen_q, 1, PYTHON)
+    tiles = -(-problem.seqlen_k // main.config.tile_kv)
+    begun = -(-min(ctas, tiles * heads // main.gqa_ratio) // (tiles * section)) * section
+    return min(heads, (begun + section) * main.gqa_ratio)
 
 
 def _launch(kernel: Kernel, io: PreprocessIo | PostprocessIo, launch: Launch) -> None:
