@@ -13,7 +13,6 @@ from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, NamedTuple
 
 from fa_cute.mods.graph import Graph
-from fa_cute.spans import Arithmetic, heads_together
 
 BACKWARD_BYTES = 16 << 20  # of an H200's L2 of 60 MB, for heads of a backward side by side
 SHARED_MEMORY_LIMIT = 232448  # 227 KiB, what one CTA of sm_90 may have
@@ -192,16 +191,15 @@ class Plan:
         """
         return self.gradients[0] and not self.deterministic and self.visits != "lists"
 
-    def heads_together(self, seqlen_q: Any, spread: int, arithmetic: Arithmetic) -> Any:
-        """Of a backward: key heads whose tiles run side by side, before those of any other.
+    def rows_together(self, spread: int = 1) -> int:
+        """Of a backward: rows of queries of the key heads whose tiles run side by side.
 
         Q, dO and dQ's sums of their query heads are 16 MB: d128 S1k causal, 325 TFLOP/s by Q and
         dO alone (64 heads), 354 with dQ in 32 MB (32 heads), 366 so (16); S8k 615, 610, 610.
         ``spread``: so many times as much.
         """
         row_bytes = 2 * (self.head_dim + self.head_dim_v) + 4 * self.width
-        room = spread * BACKWARD_BYTES // (row_bytes * self.gqa_ratio)
-        return heads_together(seqlen_q, room, arithmetic)
+        return spread * BACKWARD_BYTES // (row_bytes * self.gqa_ratio)
 
     @property
     def bias_stages(self) -> int:

@@ -18,7 +18,7 @@ from fa_cute.device.scheduler import Place, Tiles
 from fa_cute.device.visits import KeyRangeVisits, ListVisits, Visit, ranges_at
 from fa_cute.mods.shown import visible_graph
 from fa_cute.plan import BwdIo, Plan
-from fa_cute.spans import Arithmetic, QSpans, q_spans, visible
+from fa_cute.spans import Arithmetic, QSpans, heads_together, q_spans, visible
 
 ARITHMETIC = Arithmetic(cutlass.min, cutlass.max)
 
@@ -100,7 +100,8 @@ class KeyWalk:
         # In turn more heads side by side wait less: S8k causal 580 and, of 32 MB, 589; where all
         # begin at one block, 517 and, of 64 MB, 564, full 590 and 605.
         spread = (2 if self.turned else 4) if self.plan.in_turn else 1
-        section = Int32(self.plan.heads_together(io.q.shape[1], spread, ARITHMETIC))
+        room = self.plan.rows_together(spread)
+        section = Int32(heads_together(io.q.shape[1], room, ARITHMETIC))
         if self.sorted:
             # A few tiles may be far longer than the rest: those of all heads come first.
             section = heads * batch

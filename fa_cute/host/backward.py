@@ -35,7 +35,7 @@ from fa_cute.plan import (
     PostprocessIo,
     PreprocessIo,
 )
-from fa_cute.spans import PYTHON
+from fa_cute.spans import heads_together
 
 if TYPE_CHECKING:
     from fa_cute.host.problem import Problem
@@ -201,13 +201,11 @@ def backward(
     of_q, of_kv = plans.main.gradients
     if of_q:
         sums = torch.empty((*shape, rows, plans.main.width), dtype=torch.float32, device=q.device)
-        first = sums.view(1, -1, *sums.shape[2:])[
-            :, : _zeroed_before(plans.main, problem, launch.sm_count)
-        ]
+        heads = _zeroed_before(plans.main, problem, launch.sm_count)
+        first = sums.view(1, -1, *sums.shape[2:])[:, :heads]
     if plans.preprocess.zeroes:
-        zeroed = torch.empty(
-            (problem.batch, problem.heads_k, 1), dtype=torch.int32, device=q.device
-        )
+        of_heads = problem.batch, problem.heads_k, 1
+        zeroed = torch.empty(of_heads, dtype=torch.int32, device=q.device)
     if plans.main.in_turn:
         turns = torch.empty((*shape, blocks), dtype=torch.int32, device=q.device)
     q, k, v, out, dout = (kernel_ready(x) for x in (q, k, v, out, dout))
@@ -235,7 +233,7 @@ def _zeroed_before(main: Plan, problem: Problem, ctas: int) -> int:
     heads = problem.batch * problem.heads_q
     if not main.zeroes:
         return heads
-    section = main.heads_together(problem.seqlen_q, 1, PYTHON)
+    section = heads_together(problem.seqlen_q, main.rows_together())
     tiles = -(-problem.seqlen_k // main.config.tile_kv)
     begun = -(-min(ctas, tiles * heads // main.gqa_ratio) // (tiles * section)) * section
     return min(heads, (begun + section) * main.gqa_ratio)
