@@ -1,6 +1,6 @@
 """The backward of a call: its three plans and kernels, workspaces, and launches.
 
-    preprocess   delta and shift of every row; zeroes the sums of dQ      kernels/bwd_preprocess.py
+    preprocess   delta and shift of every row; zeroes first sums of dQ    kernels/bwd_preprocess.py
     main         dK, dV; adds up dQ in fp32                               kernels/bwd_sm90.py
     postprocess  dQ in its dtype                                          kernels/bwd_postprocess.py
 

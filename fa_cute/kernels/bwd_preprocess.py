@@ -2,7 +2,8 @@
 
     delta = rowsum(O * dO) - dLSE          shift = -LSE log2 e, or -inf: then P is 0
 
-and zeroes where the main kernel adds up: the sums of dQ, and the turns of a deterministic one.
+and zeroes where the main kernel adds up: the sums of dQ, if they are of the first heads (the others
+are zeroed there: ``device/zeroing.py``), and the turns of a deterministic one.
 
 One CTA of 256 threads takes a block of ``tile_q`` rows of a head; a row is read by the lanes that
 its 16-byte vectors need, up to a power of two. Rows past the last query, up to whole blocks, get

@@ -15,7 +15,7 @@ operands of dV += P^T dO and dK += dS^T Q. Only dS passes through shared memory,
 
 A tile's first S comes before its loop; its last block issues one for nobody. S stands behind the
 last use of dQ's registers, and is awaited with dK: in flight over the loop's end it would be
-serialised.
+serialised. One more warp zeroes the sums of later heads (``device/zeroing.py``).
 
 A CTA an SM draws one tile of keys after another: the next K and V are loaded while dK and dV are
 stored.
