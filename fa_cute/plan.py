@@ -187,19 +187,24 @@ class Plan:
     def zeroes(self) -> bool:
         """Whether tiles of a backward zero the sums of later heads (``device/zeroing.py``).
 
-        In turn, and by the length of lists, tiles come in other orders.
+        In turn, and by the length of lists, tiles come in other orders. Where query heads share a
+        key head there is more to zero at once than the L2 keeps: S8k, 4 of them, full 612 to 593
+        TFLOP/s.
         """
-        return self.gradients[0] and not self.deterministic and self.visits != "lists"
+        shared = self.deterministic or self.gqa_ratio > 1
+        return self.gradients[0] and not shared and self.visits != "lists"
 
     def rows_together(self, spread: int = 1) -> int:
         """Of a backward: rows of queries of the key heads whose tiles run side by side.
 
-        Q, dO and dQ's sums of their query heads are 16 MB: d128 S1k causal, 325 TFLOP/s by Q and
-        dO alone (64 heads), 354 with dQ in 32 MB (32 heads), 366 so (16); S8k 615, 610, 610.
-        ``spread``: so many times as much.
+        Q, dO and dQ's sums of these are 16 MB: d128 S1k causal, 325 TFLOP/s by Q and dO alone (64
+        heads), 354 with dQ in 32 MB (32 heads), 366 so (16); S8k 615, 610, 610. Query heads of a
+        key head follow each other, so that one of them counts: 4 of them, S8k causal, 604 so, 554
+        by all, which left 64 tiles a section; not tried in turn. ``spread``: so many times as much.
         """
         row_bytes = 2 * (self.head_dim + self.head_dim_v) + 4 * self.width
-        return spread * BACKWARD_BYTES // (row_bytes * self.gqa_ratio)
+        heads = self.gqa_ratio if self.deterministic else 1
+        return spread * BACKWARD_BYTES // (row_bytes * heads)
 
     @property
     def bias_stages(self) -> int:

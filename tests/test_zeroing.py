@@ -16,26 +16,25 @@ class Call(NamedTuple):
 
     batch: int
     heads: int
-    ratio: int
     lengths: tuple[int, int]
     sms: int
     room: int
 
 
 CALLS = [
-    Call(16, 16, 1, (1024, 1024), 132, 16384),
-    Call(2, 16, 1, (8192, 8192), 132, 16384),
-    Call(2, 8, 4, (8192, 8192), 132, 4096),
-    Call(3, 70, 1, (257, 257), 132, 16384),
-    Call(5, 7, 3, (100, 700), 16, 300),
-    Call(64, 4, 4, (100, 100), 132, 4096),
-    Call(1, 1, 1, (1, 1), 132, 16384),
-    Call(200, 3, 1, (64, 129), 7, 128),
+    Call(16, 16, (1024, 1024), 132, 16384),
+    Call(2, 16, (8192, 8192), 132, 16384),
+    Call(2, 8, (8192, 8192), 132, 4096),
+    Call(3, 70, (257, 257), 132, 16384),
+    Call(5, 7, (100, 700), 16, 300),
+    Call(64, 4, (100, 100), 132, 4096),
+    Call(1, 1, (1, 1), 132, 16384),
+    Call(200, 3, (64, 129), 7, 128),
 ]
 
 
 def row_of(tile: int, blocks: int, section: int, rows: int) -> int:
-    """The key head of a tile where the longest come first, as ``scheduler.Tiles`` has it."""
+    """The head of a tile where the longest come first, as ``scheduler.Tiles`` has it."""
     first = tile // (blocks * section) * section
     return first + tile % (blocks * section) % min(rows - first, section)
 
@@ -46,14 +45,13 @@ def test_every_head_is_zeroed_before_it_is_added_to(call: Call, cut: bool) -> No
     tile_kv, (seqlen_q, seqlen_k) = 128, call.lengths
     main = SimpleNamespace(
         zeroes=True,
-        gqa_ratio=call.ratio,
         config=SimpleNamespace(tile_kv=tile_kv),
         rows_together=lambda: call.room,
     )
     problem = SimpleNamespace(
-        batch=call.batch, heads_q=call.heads * call.ratio, seqlen_q=seqlen_q, seqlen_k=seqlen_k
+        batch=call.batch, heads_q=call.heads, seqlen_q=seqlen_q, seqlen_k=seqlen_k
     )
-    before = _zeroed_before(main, problem, call.sms) // call.ratio
+    before = _zeroed_before(main, problem, call.sms)
     rows, blocks = call.batch * call.heads, -(-seqlen_k // tile_kv)
     ctas = min(rows * blocks, call.sms)
     section = heads_together(seqlen_q, call.room)

@@ -44,37 +44,35 @@ class Zeroing:
 
     @cute.jit
     def _part(self, x: Any, place: Place):
-        """Every so many-th block of queries of a key head's query heads, as there are tiles."""
-        ratio, block_bytes = self.plan.gqa_ratio, 4 * self.config.tile_q * self.plan.width
+        """Every so many-th block of queries of a head, as there are tiles of keys."""
+        block_bytes, lane = 4 * self.config.tile_q * self.plan.width, cute.arch.lane_idx()
+        sums = x.io.sums[place.batch, place.head, 0, None].iterator.toint()
         blocks = cute.ceil_div(x.bounds.seqlen_q, self.config.tile_q)
-        lane = cute.arch.lane_idx()
-        for i in cutlass.range(ratio, unroll=1):
-            sums = x.io.sums[place.batch, place.head * ratio + i, 0, None].iterator.toint()
-            for block in cutlass.range(place.block, blocks, x.tiles.blocks, unroll=1):
-                first = sums + (Int64(block) * block_bytes + lane * vectors.BYTES)
-                for _ in cutlass.range(block_bytes // (AT_ONCE * LANES * vectors.BYTES), unroll=1):
-                    clear(first)
-                    first = first + AT_ONCE * LANES * vectors.BYTES
+        for block in cutlass.range(place.block, blocks, x.tiles.blocks, unroll=1):
+            first = sums + (Int64(block) * block_bytes + lane * vectors.BYTES)
+            for _ in cutlass.range(block_bytes // (AT_ONCE * LANES * vectors.BYTES), unroll=1):
+                clear(first)
+                first = first + AT_ONCE * LANES * vectors.BYTES
         cute.arch.sync_warp()
         turns.give(counter(x, place))
 
     @cute.jit
     def wait(self, x: Any, place: Place):
-        """Wait until the sums of the key head at ``place`` are zeroed: for all lanes of a warp."""
+        """Wait until the sums of the head at ``place`` are zeroed: for all lanes of a warp."""
         if place.batch * x.tiles.heads + place.head >= zeroed_before(x):
             turns.wait(counter(x, place), x.tiles.blocks)
         cute.arch.sync_warp()
 
 
 def zeroed_before(x: Any) -> Int32:
-    """Key heads of all batches whose sums are zeroed before the launch."""
+    """Heads of all batches whose sums are zeroed before the launch."""
     section = x.tiles.section
     begun = cute.ceil_div(cute.arch.grid_dim()[0], x.tiles.blocks * section) * section
     return begun + section
 
 
 def counter(x: Any, place: Place) -> cute.Pointer:
-    """How many tiles have zeroed their part of the sums of the key head at ``place``."""
+    """How many tiles have zeroed their part of the sums of the head at ``place``."""
     return x.io.zeroed[place.batch, place.head, None].iterator
 
 

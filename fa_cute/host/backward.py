@@ -229,14 +229,14 @@ def backward(
 
 
 def _zeroed_before(main: Plan, problem: Problem, ctas: int) -> int:
-    """Query heads of all batches whose sums the preprocess zeroes (``device/zeroing.py``)."""
+    """Heads of all batches whose sums the preprocess zeroes (``device/zeroing.py``)."""
     heads = problem.batch * problem.heads_q
     if not main.zeroes:
         return heads
     section = heads_together(problem.seqlen_q, main.rows_together())
     tiles = -(-problem.seqlen_k // main.config.tile_kv)
-    begun = -(-min(ctas, tiles * heads // main.gqa_ratio) // (tiles * section)) * section
-    return min(heads, (begun + section) * main.gqa_ratio)
+    begun = -(-min(ctas, tiles * heads) // (tiles * section)) * section
+    return min(heads, begun + section)
 
 
 def _launch(kernel: Kernel, io: PreprocessIo | PostprocessIo, launch: Launch) -> None:

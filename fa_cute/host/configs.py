@@ -506,7 +506,7 @@ BWD_SM90: tuple[BwdRow, ...] = (
         None,
         None,
         BwdConfig(64, 128, 2, 24, 240, bulk=True, dq_slots=2),
-        "S8k full: 650 TFLOP/s, causal 626, FA4 651, 621; from registers 608 of 619, 578 of 604",
+        "S8k full: 632 TFLOP/s, causal 629, FA4 626, 563; from registers 608 of 619, 578 of 604",
     ),
     BwdRow(
         (192, 128),

@@ -136,11 +136,11 @@ def test_deterministic(
         assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
 
 
-@pytest.mark.parametrize("heads", [(70, 70), (72, 24)], ids=str)
+@pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("dims", [(64, 64), (128, 128), (256, 256)], ids=str)
-def test_sums_that_tiles_zero(dims: tuple[int, int], heads: tuple[int, int]) -> None:
+def test_sums_that_tiles_zero(dims: tuple[int, int], causal: bool) -> None:
     """More heads than the pass before zeroes the sums of, on memory that is dirty."""
-    case = Case(dims=dims, lengths=(257, 257), heads=heads, batch=3, causal=heads[1] == 70)
+    case = Case(dims=dims, lengths=(257, 257), heads=(70, 70), batch=3, causal=causal)
     x = tensors(case)
     for _ in range(3):
         torch.full((1 << 27,), float("nan"), device="cuda")
