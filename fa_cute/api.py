@@ -23,6 +23,7 @@ from fa_cute.host.problem import ALIGNMENT, Problem, allocate, check_out, kernel
 from fa_cute.host.target import current_target, is_hosted, sm_count
 from fa_cute.host.untraced import untraced
 from fa_cute.host.workspace import counter, tensor_memory
+from fa_cute.mods.derived import taught
 from fa_cute.plan import Extra, FwdConfig, Io, Launch
 
 if TYPE_CHECKING:
@@ -161,7 +162,7 @@ def on_cuda(
     prepared = lookup(qkv, mods, options._replace(return_lse=True), sinks, config)
     deterministic = options.deterministic or torch.are_deterministic_algorithms_enabled()
     derivative = autograd.derivative_of(mods)
-    plans = None
+    plans, idle = None, ()
     if prepared.kernel is not None:
         plans = plans_of(
             prepared.kernel.plan,
@@ -171,6 +172,8 @@ def on_cuda(
             listed=None if mods.blocks is None else mods.blocks.key_tile,
             gradients=(qkv[0].requires_grad, qkv[1].requires_grad or qkv[2].requires_grad),
         )
+    elif derivative is not None:
+        idle = taught(derivative)
     call = autograd.Call(
         lambda: on_gpu(prepared, qkv, mods, None, sinks),
         prepared.problem,
@@ -179,6 +182,7 @@ def on_cuda(
         mods.scalars or None,
         prepared.sign,
         mods.blocks,
+        idle,
     )
     return autograd.attend(call, qkv, sinks, mods)
 

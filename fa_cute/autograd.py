@@ -36,7 +36,8 @@ class Call(NamedTuple):
     """A call beside its tensors: ``run(captured) -> (out, lse)`` is its forward.
 
     ``plans`` is None where nothing is computed; ``sign`` is the factor on q that makes the scale of
-    ``launch`` positive; ``blocks`` a mask that was planned.
+    ``launch`` positive; ``blocks`` a mask that was planned; ``idle`` the captured tensors, by
+    place, whose gradient is 0 because nothing is computed.
     """
 
     run: Callable[[], tuple[torch.Tensor, torch.Tensor]]
@@ -46,6 +47,7 @@ class Call(NamedTuple):
     scalars: tuple[Any, ...] | None
     sign: int
     blocks: MaskBlocks | None = None
+    idle: tuple[int, ...] = ()
 
     def block_lists(self) -> BlockLists | None:
         """What the main kernel of the backward reads of ``blocks``."""
@@ -94,7 +96,10 @@ class _Attention(torch.autograd.Function):
         *captured: torch.Tensor,
     ) -> Tensors:
         out, lse = call.run()
-        ctx.save_for_backward(q, k, v, out, lse, sinks, *captured)
+        # What inference_mode made cannot be saved: a BlockMask's table at its first call, say.
+        ctx.aside = tuple(t if t.is_inference() else None for t in captured)
+        saved = (t if aside is None else None for t, aside in zip(captured, ctx.aside))
+        ctx.save_for_backward(q, k, v, out, lse, sinks, *saved)
         ctx.call = call._replace(run=None)
         ctx.set_materialize_grads(False)
         return out, lse
@@ -133,7 +138,8 @@ def _gradients(
     if dout is None and dlse is None:
         return (None,) * len(ctx.needs_input_grad)
     call, needs = ctx.call, ctx.needs_input_grad
-    q, k, v, out, lse, sinks, *captured = ctx.saved_tensors
+    q, k, v, out, lse, sinks, *saved = ctx.saved_tensors
+    captured = [t if aside is None else aside for t, aside in zip(saved, ctx.aside)]
     dout = torch.zeros_like(out) if dout is None else dout
     sums = _zeros(call.plans, captured)
     targets = tuple(x[..., 0] if x.dtype == torch.int64 else x for x in sums.values())
@@ -156,6 +162,8 @@ def _gradients(
     if dq is not None and call.sign != 1:
         dq = dq * call.sign
     given = [None] * len(captured)
+    for slot in call.idle:
+        given[slot] = torch.zeros_like(captured[slot])
     for slot, total in sums.items():
         total = fixed_total(total) if total.dtype == torch.int64 else total
         given[slot] = total.to(captured[slot].dtype)

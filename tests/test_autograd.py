@@ -262,6 +262,32 @@ def test_an_empty_problem_has_gradients() -> None:
         api.on_cuda((q, k, k), NO_MODS, options, torch.empty_like(q), sinks)
 
 
+@pytest.mark.parametrize("sizes", [(0, 3, 4), (2, 0, 4), (2, 3, 0)], ids=str)
+def test_an_empty_problem_has_gradients_of_captured_tensors(sizes: tuple[int, int, int]) -> None:
+    """Zeros where the mod has a derivative, none where it has not: as on the CPU path."""
+    batch, seqlen_q, seqlen_k = sizes
+    q, k = (torch.rand(batch, n, 2, 64, dtype=torch.bfloat16) for n in (seqlen_q, seqlen_k))
+    slopes, steps = torch.rand(2, requires_grad=True), torch.rand(2, requires_grad=True)
+    mods = Mods.of(lambda s, b, h, q, kv: s * slopes[h] + torch.floor(steps[h]), None)
+    options = api.Options(False, None, None, True, False)
+    out, lse = api.on_cuda((q, k, k), mods, options, None, None)
+    leaves = [slopes, steps]
+    found = torch.autograd.grad(out.sum() + lse.sum(), leaves, allow_unused=True)
+    assert (found[0] == 0).all() and found[1] is None
+
+
+def test_a_captured_tensor_made_in_inference_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+    """autograd refuses to save one; a mask planned in a validation step holds such tables."""
+    with torch.inference_mode():
+        table = torch.linspace(0.5, 1.5, HQ)
+    qkv, scores = inputs(), table.clone()
+    _, out, lse = called(monkeypatch, qkv, score_mod=lambda s, b, h, q, kv: s * table[h])
+    found = torch.autograd.grad(loss(out, lse), qkv)
+    options = {"score_mod": lambda s, b, h, q, kv: s * scores[h], "scale": 0.3}
+    right = reference.attention(*qkv, return_lse=True, **options)
+    check(found, torch.autograd.grad(loss(*right), qkv))
+
+
 def test_autocast_converts_as_torch_does() -> None:
     q = torch.rand(1, 3, 2, 16, requires_grad=True)
     with torch.autocast("cpu", dtype=torch.bfloat16):

@@ -10,6 +10,7 @@ import torch
 
 import fa_cute
 from fa_cute.mods.errors import ModError
+from fa_cute.mods.trace import trace_score_mod
 
 
 def _qkv() -> tuple[torch.Tensor, ...]:
@@ -66,3 +67,18 @@ def test_infinities_and_nan() -> None:
 @pytest.mark.parametrize("pick", [torch.fmax, torch.fmin])
 def test_the_one_that_is_a_number(pick) -> None:
     _close(score_mod=lambda s, b, h, q, kv: pick(torch.where(q > kv, s, math.nan), s * 0))
+
+
+def test_a_view_whose_minus_is_still_to_come() -> None:
+    """torch keeps it as a bit; what takes the address of such a view, as a kernel, misses it."""
+    angles = torch.linspace(0.1, 3.0, 11)
+    sine = torch.polar(torch.ones(11), angles).conj().imag
+    assert sine.is_neg()
+
+    def score_mod(score, b, h, q, kv):
+        return score * sine[kv]
+
+    (captured,) = trace_score_mod(score_mod).captured
+    assert not captured.is_neg()
+    torch.testing.assert_close(captured, -angles.sin())
+    _close(score_mod=score_mod)

@@ -112,7 +112,8 @@ def _trace(fn: Callable, kind: str) -> Traced:
         _remember(key, finished)
     return Traced(
         finished.graph,
-        tuple([tape.tensors[slot] for slot in finished.captured]),
+        # A view may have its minus still to come, as ``angles.conj().imag``; a kernel reads memory.
+        tuple([tape.tensors[slot].resolve_neg() for slot in finished.captured]),
         tuple([tape.scalars[slot] for slot in finished.scalars]),
     )
 
