@@ -26,6 +26,8 @@ LINES = f"""
 d128 full plain 8192: {FULL} {FULL}@sought {FULL[:-1]}t {MODDED} {FULL}@no-overlap {FULL}@one-hint
 d128 full plain 8192: {CUT} {ONE_Q} {CUT}@p-shared
 d128 full plain 1024: {FULL} {MODDED} {MODDED}@sought
+d128 full plain 4096: {FULL} {MODDED} {MODDED}p
+d128 causal plain 16384: {CUT} {CUT}p
 d128 causal plain 8192: {CUT} {CUT}@sought {MODDED} {CUT}@no-overlap {CUT}@masked
 d128 causal plain 8192: {CUT} {CUT}@row-order {CUT}@one-hint {CUT}@sections-16 {CUT}@draw-first
 d128 causal plain 1024: {CUT} {CUT}@late-scores {CUT}@sought {CUT}@row-order {CUT}@masked {ONE_Q}

@@ -3,8 +3,9 @@
 First ``--compile-only`` on any host fills FA_CUTE_CACHE_DIR; then, on the device, the same flags
 without it measure every row and FA3 in the same rounds. A row is written
 ``tile_m x tile_n x KV stages x Q stages : producer / consumer registers : t|n`` (turns, none),
-e.g. ``128x176x2x1:24/240:t``; with ``@NAME`` behind it the kernel has that change of
-``bench.ablated``. Beside a mod the plain kernel takes turns too.
+e.g. ``128x176x2x1:24/240:t``; a ``p`` behind it: P has registers of its own (``own_p``); with
+``@NAME`` behind it the kernel has that change of ``bench.ablated``. Beside a mod the plain kernel
+takes turns too.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ ROWS = {
     ),
 }
 _changed: dict[tuple[Plan, str], Kernel] = {}
-_ROW = re.compile(r"(\d+)x(\d+)x(\d+)x(\d+):(\d+)/(\d+):([tn])")
+_ROW = re.compile(r"(\d+)x(\d+)x(\d+)x(\d+):(\d+)/(\d+):([tn])(p?)")
 
 
 def row(text: str) -> FwdConfig:
@@ -56,7 +57,7 @@ def row(text: str) -> FwdConfig:
     found = _ROW.fullmatch(text)
     if found is None:
         raise SystemExit(f"{text!r} is no row; write it like 128x176x2x1:24/240:t")
-    return FwdConfig(*map(int, found.groups()[:6]), ping_pong=found[7] == "t")
+    return FwdConfig(*map(int, found.groups()[:6]), ping_pong=found[7] == "t", own_p=bool(found[8]))
 
 
 def plan(case: Case, config: FwdConfig, device: str) -> tuple[Plan, Mods]:
@@ -195,7 +196,7 @@ def _rows(case: Case, texts: list[str]) -> list[str]:
     c = _default(case)
     registers = f"{c.producer_registers}/{c.consumer_registers}"
     tile = f"{c.tile_m}x{c.tile_n}x{c.kv_stages}x{c.q_stages}"
-    return [f"{tile}:{registers}:{'t' if c.ping_pong else 'n'}"]
+    return [f"{tile}:{registers}:{'t' if c.ping_pong else 'n'}{'p' * c.own_p}"]
 
 
 def _beside(case: Case) -> list[str]:
@@ -208,7 +209,7 @@ def _default(case: Case) -> FwdConfig:
     score_mod = plan(case, FwdConfig(128, 128, 2, 2, 24, 240), "meta")[0].score_mod
     light = score_mod is not None and is_light(score_mod)
     few, dims = case.seqlen <= FEW_KEYS, (case.head_dim, case.dim_v)
-    return fwd_sm90(*dims, cut=cut, modified=modified, light=light, few_keys=few)
+    return fwd_sm90(*dims, cut=cut, modified=modified, light=light, few_keys=few, presumed=True)
 
 
 def _cells(line: dict[str, Any]) -> list[str]:

@@ -26,7 +26,9 @@ class FwdConfig:
     ``kv_stages`` slots in each of the K and the V ring, ``q_stages`` in Q's; registers a thread as
     ``setmaxnreg`` sets them, for the producer's warpgroup and for each consumer's. ``ping_pong``:
     consumers issue their products in strict turns. ``packed``: the query heads that share a
-    key/value head are rows of one tile (short Sq). ``few_keys``: chosen for a short Sk.
+    key/value head are rows of one tile (short Sq). ``few_keys``: chosen for a short Sk. ``own_p``:
+    where maxima are presumed, P of a block has registers of its own, so that its exponentials pass
+    under the P V of the block before (``softmax.presume``).
     """
 
     tile_m: int
@@ -38,6 +40,7 @@ class FwdConfig:
     ping_pong: bool = True
     packed: bool = False
     few_keys: bool = False
+    own_p: bool = False
 
     @property
     def consumers(self) -> int:

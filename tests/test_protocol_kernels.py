@@ -56,6 +56,7 @@ def listed(**facts: Any) -> Plan:
 
 KERNELS: dict[str, Callable[[], Plan]] = {
     "two consumers in turns": lambda: forward(few_keys=True),
+    "two consumers, P of a block its own, turns": lambda: forward(),
     "two consumers, causal, no turns": lambda: forward(causal=True),
     "three consumers, window": lambda: forward(head_dim=64, window=(True, True)),
     "ranges of a mask": lambda: forward(mask_mod=chunked),

@@ -83,6 +83,11 @@ def make_shared_mma(
     )
 
 
+def operand_like(mma: cute.TiledMma, shape: tuple[int, int]) -> cute.Tensor:
+    """Registers of the operand A of ``mma`` for a tile of ``shape``."""
+    return mma.make_fragment_A(mma.partition_shape_A(shape))
+
+
 def store_turned(
     mma: cute.TiledMma, thread: cutlass.Int32, fragment: cute.Tensor, target: tuple
 ) -> None:

@@ -43,6 +43,7 @@ from cutlass import Float32
 from cutlass._mlir import ir
 from cutlass._mlir.dialects import arith, llvm, vector
 from cutlass._mlir.dialects import math as math_dialect
+from cutlass.cute.nvgpu import warpgroup
 
 from fa_cute.device import emit
 from fa_cute.device.mma_sm90 import (
@@ -62,6 +63,9 @@ LN_2 = math.log(2.0)
 LARGEST_SHIFT = 2.0**127
 # A thread's sum of P, and so each P, and what P V adds for values up to 2^63: none overflows.
 LARGEST = {cutlass.BFloat16: 2.0**64, cutlass.Float16: 2.0**14}
+# Words of a piece of P with columns (0, 2) or (1, 3) of a row, rows in turn; what parts them again.
+CROSSED = [0, 4, 2, 6, 1, 5, 3, 7]
+HALVES = (0x5410, 0x7632)
 # Nats: sums of P over 2^20 keys stay below 2^64 so.
 MOST_BOUND = 44.0 * LN_2
 
@@ -209,16 +213,18 @@ def presume(
     *,
     sought: bool = False,
     line: Any = None,
+    crossed: bool = False,
 ) -> None:
     """P, rounded, from S under the maximum of the blocks before; its sums to ``state.added``.
 
     ``s``, ``p``: fragments in the accumulator's order. ``sought``: rows with nothing before have
     their maximum of this block, or see nothing in it. ``line``: what the score_mod, which S has not
     had yet, adds to it (``score.Block.line``). ``settle`` must follow, unless all were sought.
+    ``crossed``: the words of P are made for ``uncross``.
     """
     maxima = [state.maximum[r] for r in range(FRAGMENT_ROWS)]
     shifts = [shift_of(m, c) if sought else -(m * c) for m in maxima]
-    _powers(s, p, state, _terms(shifts, c, line), None)
+    _powers(s, p, state, _terms(shifts, c, line), None, crossed)
 
 
 def settle(
@@ -230,14 +236,40 @@ def settle(
     *,
     line: Any = None,
     bounded: bool = False,
+    crossed: bool = False,
 ) -> None:
-    """Take what ``presume`` added into the sums; if it is too large, after raising the maximum."""
+    """Take what ``presume`` added into the sums; if it is too large, after raising the maximum.
+
+    ``crossed``: the P V before is not awaited yet. It is behind this branch: ptxas moves a wait up
+    over everything but a branch, and exponentials would follow P V where they may pass under it.
+    """
     if not bounded:
         with emit.where(~cute.arch.vote_all_sync(_borne(state.added[0] + state.added[1], p))):
+            if crossed:
+                warpgroup.wait_group(0)
             if line is not None:
                 line.block.score(rows_and_columns(s))
-            _raise(s, p, o, state, c)
+            _raise(s, p, o, state, c, crossed)
     _take(state)
+
+
+def uncross(crossed: cute.Tensor, p: cute.Tensor) -> None:
+    """P as wgmma reads it, from words of two columns of a row that are four apart.
+
+    An instruction a word. Words that need none would be P's own registers for ptxas, which then
+    serialises the products: the P V in flight reads those.
+    """
+    source, target = Pieces(crossed), Pieces(p)
+    words = ir.VectorType.get([PIECE // 2], emit.integer(32))
+    for number, piece in enumerate(source.all()):
+        pairs = emit.lanes_in(vector.bitcast(words, piece))
+        found = [_permuted(*pairs[row::2], half) for half in HALVES for row in range(FRAGMENT_ROWS)]
+        target.store(number, vector.bitcast(piece.type, emit.gathered(found, PIECE // 2)))
+
+
+def _permuted(low: Any, high: Any, selector: int) -> Any:
+    kind, text = emit.integer(32), f"prmt.b32 $0, $1, $2, {selector};"
+    return llvm.inline_asm(kind, [low, high], text, "=r,r,r", has_side_effects=True)
 
 
 def _terms(shifts: list[Float32], c: Float32, line: Any) -> tuple[Any, Callable[[int], Any]]:
@@ -255,7 +287,12 @@ def _terms(shifts: list[Float32], c: Float32, line: Any) -> tuple[Any, Callable[
 
 
 def _powers(
-    s: cute.Tensor, p: cute.Tensor, state: RowState, terms: tuple[Any, Callable], kept: Any
+    s: cute.Tensor,
+    p: cute.Tensor,
+    state: RowState,
+    terms: tuple[Any, Callable],
+    kept: Any,
+    crossed: bool,
 ) -> None:
     """P = exp2(factor S + shift) by ``_terms``, except in the rows of the words ``kept``."""
     factor, shift = terms
@@ -265,7 +302,8 @@ def _powers(
     for number, scores in enumerate(Pieces(s).all()):
         exponent = math_dialect.fma(scores, factor, shift(number))
         power = math_dialect.exp2(exponent, fastmath=arith.FastMathFlags.fast)
-        words = arith.truncf(kind, power)
+        ordered = vector.shuffle(power, power, CROSSED) if crossed else power
+        words = arith.truncf(kind, ordered)
         if kept is not None:
             # So that P is used on this path too: else the compiler moves its conversion behind the
             # branch, with a register for each p until there (d64: 180 bytes spilled).
@@ -305,7 +343,9 @@ def _take(state: RowState) -> None:
         state.sum[r] = state.sum[r] + state.added[r]
 
 
-def _raise(s: cute.Tensor, p: cute.Tensor, o: cute.Tensor, state: RowState, c: Float32) -> None:
+def _raise(
+    s: cute.Tensor, p: cute.Tensor, o: cute.Tensor, state: RowState, c: Float32, crossed: bool
+) -> None:
     """The rows whose sums were too large take their maximum, and with it l, O and P."""
     tops = _reduce(Pieces(s).all(), llvm.intr_maxnum)
     shifts, kept = [], []
@@ -317,7 +357,7 @@ def _raise(s: cute.Tensor, p: cute.Tensor, o: cute.Tensor, state: RowState, c: F
         state.sum[r] = state.sum[r] * state.scale[r]
         kept.append(held.ir_value())
     words = emit.gathered(kept * (PIECE // 4), PIECE // 2)
-    _powers(s, p, state, _terms(shifts, c, None), words)
+    _powers(s, p, state, _terms(shifts, c, None), words, crossed)
     rescale(o, state)
 
 

@@ -32,6 +32,7 @@ class Row(NamedTuple):
 
     ``cut``: causal or a window cuts tiles. ``modified``: a score_mod or a mask_mod is present.
     ``dtype``: "bfloat16" or "float16", whose conversions take more registers; None for either.
+    ``presumed``: only for calls without lse, and not for a few queries that share a tile.
     ``light``: only for calls whose one mod is a score_mod that hides nothing (so that no lists of
     blocks are made for their tile) and takes few registers, as ``planning.is_light`` says.
     """
@@ -43,6 +44,7 @@ class Row(NamedTuple):
     why: str
     dtype: str | None = None
     light: bool = False
+    presumed: bool = False
 
 
 FWD_SM90: tuple[Row, ...] = (
@@ -52,6 +54,30 @@ FWD_SM90: tuple[Row, ...] = (
         False,
         FwdConfig(128, 128, 2, 2, 24, 240, few_keys=True),
         "S1k full: 676 TFLOP/s, without turns 670; 128 x 176 649, FA3 634",
+    ),
+    Row(
+        (128, 128),
+        False,
+        False,
+        FwdConfig(128, 128, 2, 2, 24, 240, own_p=True),
+        "S4k full: 729 TFLOP/s, P not its own 716, 128 x 176 709, FA3 665; S8k 748, 723, 752, 688",
+        presumed=True,
+    ),
+    Row(
+        (128, 128),
+        True,
+        False,
+        FwdConfig(128, 128, 2, 2, 24, 240, few_keys=True),
+        "S1k causal: 535 TFLOP/s, P its own 528, FA3 501",
+        presumed=True,
+    ),
+    Row(
+        (128, 128),
+        True,
+        False,
+        FwdConfig(128, 128, 2, 2, 24, 240, ping_pong=False, own_p=True),
+        "S8k causal: 723 TFLOP/s, P not its own 719, S16k 711 and 689, a window of 1k 595 and 574",
+        presumed=True,
     ),
     Row(
         (128, 128),
@@ -377,12 +403,18 @@ def fwd_sm90(
     dtype: str = "bfloat16",
     few_keys: bool = False,
     light: bool = False,
+    presumed: bool = False,
 ) -> FwdConfig:
     """The configuration of a forward on sm_90; ValueError says which head dims have one.
 
-    ``few_keys``: the call is in that class of lengths (see above). ``light``: as in ``Row``.
+    ``few_keys``: the call is in that class of lengths (see above). ``light``, ``presumed``: as in
+    ``Row``.
     """
-    table = [row for row in FWD_SM90 if row.config.few_keys <= few_keys and row.light <= light]
+    table = [
+        row
+        for row in FWD_SM90
+        if row.config.few_keys <= few_keys and row.light <= light and row.presumed <= presumed
+    ]
     return _first(table, (head_dim, head_dim_v), cut, modified, dtype)
 
 

@@ -178,7 +178,9 @@ def plan_by_elements(problem: Problem, mods: Mods, target: str) -> Plan:
 def _classes(problem: Problem, score_mod: Graph | None, mask_mod: Graph | None) -> dict[str, bool]:
     """What more than head dims and bounds chooses a row of sm_90: see ``configs.fwd_sm90``."""
     light = score_mod is not None and mask_mod is None and is_light(score_mod)
-    return {"few_keys": problem.few_keys, "light": light}
+    decodes = problem.few_queries and problem.gqa_ratio > 1  # bound by memory: not measured there
+    presumed = not (problem.return_lse or decodes)
+    return {"few_keys": problem.few_keys, "light": light, "presumed": presumed}
 
 
 def is_light(score_mod: Graph) -> bool:

@@ -166,6 +166,8 @@ class FwdSm90(Loads):
         self.turns = Turns(TURNS, plan.config.consumers if plan.config.ping_pong else 1)
         self.dtype, self.bias = DTYPES[plan.dtype], Bias.of(plan)
         self.bounded = softmax.is_bounded(plan)
+        self.owns_p = plan.config.own_p and not self.bounded  # where there is a branch to settle
+        self.p_shape = plan.config.tile_m, plan.config.tile_n
         graphs = (plan.score_mod, plan.mask_mod)
         self.fragment = mma_sm90.fragment(plan.config.tile_n)
         self.walk = Walk(plan, self.fragment)
@@ -463,11 +465,17 @@ class FwdSm90(Loads):
 
     def presumed(self, body: Sweep, s: cute.Tensor, v: Any, line: Any) -> None:
         """P under the maximum of the blocks before, unless its sums tell otherwise."""
-        f, state, c = body.f, body.state, self.exponent(body)
-        warpgroup.wait_group(0)  # P overwrites what the last P V reads
-        v.release()
-        softmax.presume(s, f.p, state, c, line=line)
-        softmax.settle(s, f.p, f.o, state, c, line=line, bounded=self.bounded)
+        f, state, c, own = body.f, body.state, self.exponent(body), self.owns_p
+        p = mma_sm90.operand_like(body.x.pv, self.p_shape) if own else f.p
+        if not own:
+            warpgroup.wait_group(0)  # P overwrites what the last P V reads
+            v.release()
+        softmax.presume(s, p, state, c, line=line, crossed=own)
+        softmax.settle(s, p, f.o, state, c, line=line, bounded=self.bounded, crossed=own)
+        if own:
+            warpgroup.wait_group(0)
+            v.release()
+            softmax.uncross(p, f.p)
 
     def reader(self, x: Operands, buffers: Buffers, work: Work) -> Reader | None:
         """What this thread reads of the bias' boxes, or None; told again (kept, 4 bytes spill)."""
@@ -569,7 +577,7 @@ class FwdSm90(Loads):
             q=qk.make_fragment_A(qk.partition_A(buffers.q)),
             k=qk.make_fragment_B(qk.partition_B(buffers.k)),
             v=pv.make_fragment_B(pv.partition_B(v)),
-            p=pv.make_fragment_A(x.pv.partition_shape_A((c.tile_m, c.tile_n))),
+            p=mma_sm90.operand_like(x.pv, self.p_shape),
             o=cute.make_rmem_tensor(x.pv.partition_shape_C((c.tile_m, plan.width_v)), Float32),
         )
 
