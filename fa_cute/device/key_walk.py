@@ -68,14 +68,14 @@ class KeyWalk:
 
     ``noted``: the producer's words name the visits.
 
-    ``turned``: if deterministic, under a right bound, all sections of heads but the last take their
-    tiles from the last keys, and their blocks from the first to the last: blocks are numbered
+    ``turned``: if deterministic, under a right bound alone, all sections of heads but the last take
+    their tiles from the last keys, their blocks from the first to the last: blocks are numbered
     backwards (``mirror``). Tiles of neighbouring keys that begin together are then a tile apart at
     each block, and none waits. From the first keys they begin at one block: the n-th of a head
     waits n turns, of 1.3 blocks' time each, and all that follow are as late (S8k, d128: 0.84 of
     plain). The last section ends the call, with short tiles.
 
-    ``parted``: bounds hide whole blocks of a tile from one of its warpgroups, 64 keys each.
+    ``parted``: a right bound hides whole blocks of a tile from one of its warpgroups, 64 keys each.
     """
 
     def __init__(self, plan: Plan, fragment: Fragment):
@@ -86,11 +86,12 @@ class KeyWalk:
         right = plan.causal or plan.window[1]
         # Under a mask all orders are one: what it leaves out changes no bit of dK and dV.
         shown = visible_graph(plan.score_mod, plan.mask_mod) is None
-        self.turned = bool(plan.deterministic and right and shown and not self.noted)
+        # With these two a window's call of more tiles than SMs did not end (which, is not known).
+        alone = bool(right and not plan.window[0])
+        self.turned = bool(plan.deterministic and alone and shown and not self.noted)
         self.two_edges = plan.window[0] or self.modified or self.turned
         # Beside a mod it took registers: a learned slope spilled 76 bytes for 64.
-        bounded = (right or plan.window[0]) and not self.modified
-        self.parted = bool(bounded and self.config.tile_q < self.config.tile_kv)
+        self.parted = alone and not self.modified and self.config.tile_q < self.config.tile_kv
         # By their length lists would put a tile before others whose turns come first.
         self.sorted = plan.visits == "lists" and not plan.deterministic
 
