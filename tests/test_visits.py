@@ -18,6 +18,7 @@ from fa_cute.configuration import Configuration
 from fa_cute.host.backward import plans_of
 from fa_cute.host.planning import Mods, make_plan
 from fa_cute.host.problem import Problem
+from fa_cute.host.workspace import made_once
 from fa_cute.mods import trace_mask_mod
 from fa_cute.mods.affine import ranges_of
 from fa_cute.mods.intervals import EMPTY, FULL
@@ -96,6 +97,28 @@ def test_lists_by_key_as_a_backward_reads_them() -> None:
         together = (kinds != EMPTY).sum(1).view(2, 2, 8).sum(1)[h // 2]
         in_bins = sorted(range(8), key=lambda t, n=together: int(n[t]).bit_length())
         assert lists.order[2, h // 2].tolist() == in_bins
+
+
+def test_what_is_made_on_a_stream_is_read_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another stream makes its own; a capture takes a kept one, and keeps none."""
+    here = {"stream": 1, "captures": True}
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: here["captures"])
+    asked = lambda index: here["stream"]  # noqa: E731
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", asked, raising=False)
+    known: dict[int, object] = {}
+
+    def made() -> object:
+        return made_once(known, torch.device("cuda", 0), object)
+
+    assert made() is not made() and not known
+    here["captures"] = False
+    first = made()
+    assert made() is first
+    here["stream"] = 2
+    second = made()
+    assert made() is second is not first
+    here |= {"stream": 3, "captures": True}
+    assert made() is first and set(known) == {1, 2}
 
 
 def test_turns_of_lists() -> None:

@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fa_cute.host.workspace import made_once
 from fa_cute.mods.intervals import FULL, PARTIAL
 
-_converted: weakref.WeakKeyDictionary[Any, Callable] = weakref.WeakKeyDictionary()
+_converted: weakref.WeakKeyDictionary[Any, dict[int, Callable]] = weakref.WeakKeyDictionary()
 
 
 def is_block_mask(mask: Any) -> bool:
@@ -25,17 +26,15 @@ def is_block_mask(mask: Any) -> bool:
 
 
 def from_block_mask(mask: Any, call: tuple | None = None) -> Callable:
-    """FlexAttention's ``BlockMask`` as a mask function of the same meaning; made once for each.
+    """FlexAttention's ``BlockMask`` as a mask function of the same meaning; made once a stream.
 
     ``call`` is (B, Hq, Sq, Sk), None where it does not matter: ValueError if it is for others.
     """
     if call is not None:
         batches = tuple(mask.kv_num_blocks.shape[:2])
         check_sizes("the BlockMask", (*batches, *mask.seq_lengths), batches, call)
-    known = _converted.get(mask)
-    if known is None:
-        known = _converted[mask] = _from_block_mask(mask)
-    return known
+    known = _converted.setdefault(mask, {})
+    return made_once(known, mask.kv_num_blocks.device, lambda: _from_block_mask(mask))
 
 
 def check_sizes(name: str, sizes: tuple, kept: tuple[int, int], call: tuple) -> None:

@@ -22,6 +22,7 @@ from fa_cute.host.planning import CONFIGS
 from fa_cute.host.problem import MAX_LENGTH, check_indexed
 from fa_cute.host.target import target_for
 from fa_cute.host.untraced import untraced
+from fa_cute.host.workspace import made_once
 from fa_cute.mods.intervals import (
     EMPTY,
     FULL,
@@ -84,8 +85,8 @@ class MaskBlocks:
     by_key: BlockLists
     evaluated: bool
     _counts: list[TileCounts] = field(default_factory=list, repr=False)
-    _lists: dict[tuple, KernelLists] = field(default_factory=dict, repr=False)
-    _turns: list[Tensor] = field(default_factory=list, repr=False)
+    _lists: dict[tuple, dict[int, KernelLists]] = field(default_factory=dict, repr=False)
+    _turns: dict[int, Tensor] = field(default_factory=dict, repr=False)
 
     def __call__(self, b: Any, h: Any, q: Any, kv: Any) -> Any:
         return self.mask_mod(b, h, q, kv)
@@ -114,9 +115,9 @@ class MaskBlocks:
         found = self._read(self.by_key, batch, heads, ratio)
         if not turns:
             return found
-        if not self._turns:
-            self._turns.append(self._turns_of(self.by_key))
-        return found._replace(turns=self._turns[0])
+        lists = self.by_key
+        made = made_once(self._turns, lists.offsets.device, lambda: self._turns_of(lists))
+        return found._replace(turns=made)
 
     def _turns_of(self, lists: BlockLists) -> Tensor:
         """int32 (entries,): how many lists of the head before an entry's have its block, too.
@@ -131,26 +132,27 @@ class MaskBlocks:
         rank = at - torch.searchsorted(block, block)
         return torch.empty_like(lists.entries).scatter_(0, order, rank.int())
 
-    def _read(self, lists: BlockLists, batch: int, heads: int, ratio: int) -> KernelLists:
-        key = lists is self.by_key, batch, heads, ratio
-        found = self._lists.get(key)
-        if found is None:
-            shape = self.batch, self.heads, -1
-            begin, end = (x.view(shape) for x in (lists.offsets[:-1], lists.offsets[1:]))
-            lengths = end - begin
-            if self.heads > 1:
-                lengths = lengths.view(self.batch, heads // ratio, ratio, -1).sum(2)
-            # By the power of two: tiles of one bin lie side by side and share keys in L2, which
-            # an order by the length itself tears apart (documents, S16k, d128: 0.348 and 0.326 ms).
-            _, bins = torch.frexp(lengths.float())
-            order = bins.sort(dim=-1, stable=True).indices.int()
-            found = self._lists[key] = KernelLists(
-                begin.expand(batch, heads, -1),
-                end.expand(batch, heads, -1),
-                order.expand(batch, heads // ratio, -1),
-                lists.entries,
-            )
-        return found
+    def _read(self, lists: BlockLists, *sizes: int) -> KernelLists:
+        """``lists`` for a call of ``sizes``: batch, heads, and how many of these share a tile."""
+        known = self._lists.setdefault((lists is self.by_key, *sizes), {})
+        return made_once(known, lists.offsets.device, lambda: self._ordered(lists, *sizes))
+
+    def _ordered(self, lists: BlockLists, batch: int, heads: int, ratio: int) -> KernelLists:
+        shape = self.batch, self.heads, -1
+        begin, end = (x.view(shape) for x in (lists.offsets[:-1], lists.offsets[1:]))
+        lengths = end - begin
+        if self.heads > 1:
+            lengths = lengths.view(self.batch, heads // ratio, ratio, -1).sum(2)
+        # By the power of two: tiles of one bin lie side by side and share keys in L2, which
+        # an order by the length itself tears apart (documents, S16k, d128: 0.348 and 0.326 ms).
+        _, bins = torch.frexp(lengths.float())
+        order = bins.sort(dim=-1, stable=True).indices.int()
+        return KernelLists(
+            begin.expand(batch, heads, -1),
+            end.expand(batch, heads, -1),
+            order.expand(batch, heads // ratio, -1),
+            lists.entries,
+        )
 
     def counts(self) -> TileCounts:
         """How many tiles are empty, partial and full; waits for the device the first time."""

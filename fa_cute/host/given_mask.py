@@ -16,11 +16,12 @@ from torch import Tensor
 from fa_cute.host.block_mask import check_sizes, from_block_mask, is_block_mask, table_of
 from fa_cute.host.blocks import BlockLists, MaskBlocks, tiles_of
 from fa_cute.host.configs import takes
+from fa_cute.host.workspace import made_once
 from fa_cute.mods.intervals import EMPTY, FULL, PARTIAL, Extents
 from fa_cute.mods.trace import trace_mask_mod
 
 Tile = tuple[int, int]
-_planned: weakref.WeakKeyDictionary[Any, dict[tuple[Tile, ...], MaskBlocks]]
+_planned: weakref.WeakKeyDictionary[Any, dict[tuple[Tile, ...], dict[int, MaskBlocks]]]
 _planned = weakref.WeakKeyDictionary()
 
 
@@ -50,17 +51,20 @@ def as_mask_mod(mask: Any, q: Any, k: Any, v: Any) -> Any:
 
 
 def _of_block_mask(mask: Any, function: Any, head_dims: tuple[int, int]) -> MaskBlocks:
-    """The lists of a ``BlockMask`` for the kernels' tiles; made once for each pair of tiles."""
-    tiles = tiles_of(head_dims, mask.kv_num_blocks.device)
-    known = _planned.setdefault(mask, {})
-    if tiles not in known:
-        table, (seqlen_q, seqlen_k) = table_of(mask), mask.seq_lengths
-        extents = Extents(*table.shape[:2], seqlen_q, seqlen_k)
-        by_query, by_key = (_kinds(table, mask.BLOCK_SIZE, extents, tile) for tile in tiles)
-        lists = _listed(by_query), _listed(by_key.transpose(2, 3))
-        traced = trace_mask_mod(function)
-        known[tiles] = MaskBlocks(function, traced, extents, *extents[:2], *tiles, *lists, False)
-    return known[tiles]
+    """The lists of a ``BlockMask`` for the kernels' tiles; made once a stream and pair of tiles."""
+    device = mask.kv_num_blocks.device
+    tiles = tiles_of(head_dims, device)
+    known = _planned.setdefault(mask, {}).setdefault(tiles, {})
+    return made_once(known, device, lambda: _blocks_of(mask, function, tiles))
+
+
+def _blocks_of(mask: Any, function: Any, tiles: tuple[Tile, Tile]) -> MaskBlocks:
+    table, (seqlen_q, seqlen_k) = table_of(mask), mask.seq_lengths
+    extents = Extents(*table.shape[:2], seqlen_q, seqlen_k)
+    by_query, by_key = (_kinds(table, mask.BLOCK_SIZE, extents, tile) for tile in tiles)
+    lists = _listed(by_query), _listed(by_key.transpose(2, 3))
+    traced = trace_mask_mod(function)
+    return MaskBlocks(function, traced, extents, *extents[:2], *tiles, *lists, False)
 
 
 def _kinds(table: Tensor, block: Tile, extents: Extents, tile: Tile) -> Tensor:

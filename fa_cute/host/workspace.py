@@ -1,13 +1,18 @@
-"""The counter from which a launch's CTAs draw their tiles, one for each stream; a hosted scratch.
+"""What calls keep on the device: a counter of tiles and lists, for each stream; a hosted scratch.
 
-A kernel leaves its counter at 0, so launches of one stream, which follow each other, share one.
-A captured graph may be replayed on any stream beside any other launch, so each launch captured has
-a counter of its own, which the graph zeroes.
+CTAs draw their tiles from a counter. A kernel leaves it at 0, so launches of one stream, which
+follow each other, share one. A captured graph may be replayed on any stream beside any other
+launch, so each launch captured has a counter of its own, which the graph zeroes.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import TypeVar
+
 import torch
+
+Made = TypeVar("Made")
 
 _counters: dict[tuple[int, int], torch.Tensor] = {}
 
@@ -24,6 +29,23 @@ def counter(device: torch.device) -> torch.Tensor:
     if not torch.cuda.is_current_stream_capturing():
         _counters[index, stream] = fresh
     return fresh
+
+
+def made_once(known: dict[int, Made], device: torch.device, make: Callable[[], Made]) -> Made:
+    """``make()``, kept in ``known`` for ``device``'s current stream.
+
+    Another stream might read it before it is written. What a capture makes is written when it is
+    replayed, so it is not kept; but a capture begins behind all work, and takes any kept one.
+    """
+    stream = 0
+    if device.type == "cuda":
+        if torch.cuda.is_current_stream_capturing():
+            kept = list(known.values())
+            return kept[0] if kept else make()
+        stream = torch._C._cuda_getCurrentRawStream(device.index)
+    if stream not in known:
+        known[stream] = make()
+    return known[stream]
 
 
 def tensor_memory(device: torch.device, sm_count: int) -> torch.Tensor:

@@ -10,6 +10,7 @@ import torch
 
 import fa_cute
 
+from .backward_judging import poison
 from .configurations import MASKS, Configuration, masks
 from .judging import (
     Inputs,
@@ -23,6 +24,7 @@ from .judging import (
     planned,
 )
 from .modifiers import Shape
+from .test_launches import LONG
 from .test_presumed import STEPS, rising
 
 pytestmark = pytest.mark.gpu
@@ -110,6 +112,31 @@ def test_lists_in_a_captured_graph() -> None:
     graph.replay()
     torch.cuda.synchronize()
     assert torch.equal(captured, eager)
+
+
+@pytest.mark.parametrize("first", ["busy stream", "capture"])
+def test_lists_first_read_where_they_are_not_made_yet(first: str) -> None:
+    """Their order is made at the first call: on a stream that is busy, or that only captures."""
+    configuration = ALL["document-planned"]
+    x = _inputs("document-planned", (1000, 1000))
+    options = arguments(configuration, x)
+    eager, _ = call(configuration, x, **planned(configuration, x, options))
+    mask = planned(configuration, x, options)
+    poison()
+    torch.cuda.synchronize()
+    side, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    if first == "capture":
+        with torch.cuda.graph(graph):
+            one, _ = call(configuration, x, **mask)
+    else:
+        with torch.cuda.stream(side):
+            torch.cuda._sleep(LONG)
+            one, _ = call(configuration, x, **mask)
+    other, _ = call(configuration, x, **mask)
+    if first == "capture":
+        graph.replay()
+    torch.cuda.synchronize()
+    assert torch.equal(other, eager) and torch.equal(one, eager)
 
 
 @pytest.mark.parametrize("name", ["document", "scattered"])
