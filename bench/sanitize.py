@@ -3,9 +3,9 @@
     PYTORCH_NO_CUDA_MEMORY_CACHING=1 \\
     compute-sanitizer --tool memcheck --kernel-name kns=FwdSm90 python3 -m bench.sanitize
 
-Each launch is a few tiles, ragged at every edge, and its result is held against the oracle. The
-kernels are those of the gpu tier, so that none compiles under the sanitizer. With
-``FA_CUTE_TARGET=sm_100@sm_90a`` they are Blackwell's, hosted (``kns=FwdSm100``).
+Each launch is a few tiles (or, named so, more than SMs), ragged at every edge, and its result is
+held against the oracle. The kernels are those of the gpu tier, so that none compiles under the
+sanitizer. With ``FA_CUTE_TARGET=sm_100@sm_90a`` they are Blackwell's, hosted (``kns=FwdSm100``).
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from dataclasses import replace
 
 import torch
 
@@ -20,6 +21,7 @@ import fa_cute
 from fa_cute.host.target import is_hosted
 from tests.gpu.configurations import (
     BIASES,
+    BOUNDED,
     HEAD_DIMS,
     HOSTED,
     MASKS,
@@ -67,8 +69,23 @@ KINDS: Kinds = {
     "mask, loads by key": (masks()["document-planned"], (300, 500), {}),
     "mask, of a score_mod": (MASKS["hiding"], (200, 500), {}),
     "sinks": (SINKS["128-causal"], (300, 200), {}),
-    "presumed": (PRESUMED["d128-bf16-full"], (200, 700), {}),
+    "presumed, d128": (PRESUMED["d128-bf16-full"], (200, 700), {}),
     "presumed, causal d64": (PRESUMED["d64-fp16-causal"], (300, 500), {}),
+    "presumed, window": (PRESUMED["d64-bf16-window"], (400, 700), {"window": (170, 20)}),
+    "presumed, a line": (PRESUMED["d128-bf16-alibi-causal"], (300, 500), {}),
+    "presumed, lists": (replace(MASKS["scattered-causal"], return_lse=False), (500, 700), {}),
+    "bounded": (BOUNDED["d128-causal"], (300, 500), {}),
+    "packed heads": (PACKED["causal-8"], (5, 300), {}),
+    "bias, bf16": (BIASES["d128-bf16"], (200, 400), {}),
+    "bias, presumed": (BIASES["without lse"], (200, 400), {}),
+    "bias, fp32": (BIASES["d64-fp32-window"], (300, 500), {"window": (170, 20)}),
+    "bias, fp32 presumed": (BIASES["d256-fp32-without-lse"], (129, 300), {}),
+    "bias, ranges": (BIASES["ranges"], (200, 500), {}),
+    "bias, lists": (BIASES["lists"], (300, 500), {}),
+    # More tiles than SMs: the next tile's header and first S, and counters that come to their end.
+    "tiles, causal": (PRESUMED["d128-bf16-causal"], (300, 300), {"batch": 80}),
+    "tiles, lists": (MASKS["scattered-causal"], (300, 300), {"batch": 80}),
+    "tiles, bias": (BIASES["without lse"], (129, 200), {"batch": 20}),
 }
 # A hosted product is one warp's: few blocks, but each role's loop turns twice and a tile follows.
 HOSTED_KINDS: Kinds = {
@@ -105,9 +122,10 @@ def main(argv: list[str] | None = None) -> int:
     for name, (configuration, lengths, run_time) in kinds.items():
         if words and not any(word in name for word in words):
             continue
-        x = inputs(configuration, lengths, batch=1, heads_k=2)
+        run_time = dict(run_time)
+        x = inputs(configuration, lengths, batch=run_time.pop("batch", 1), heads_k=2)
         if configuration.sinks:
-            run_time = run_time | {"sinks": torch.linspace(-1, 1, x.q.shape[2], device=DEVICE)}
+            run_time["sinks"] = torch.linspace(-1, 1, x.q.shape[2], device=DEVICE)
         options = arguments(configuration, x, **run_time)
         options = planned(configuration, x, options)
         out, _ = call(configuration, x, **options)
