@@ -47,16 +47,13 @@ class Mods(NamedTuple):
 
         A ``MaskBlocks`` is taken as it was traced when it was planned: its lists are of that graph.
         """
-        traces, planned, _ = _readers()
+        (trace_score_mod, trace_mask_mod), planned, _ = _readers()
         if isinstance(mask_mod, planned):
             return cls.of(score_mod, None)._replace(mask_mod=mask_mod.traced, blocks=mask_mod)
-        for name, mod in zip(MOD_NAMES, (score_mod, mask_mod), strict=True):
-            if mod is not None and not callable(mod):
-                raise TypeError(f"{name} must be a function or None, not {type(mod).__name__}")
-        return cls(
-            None if score_mod is None else traces[0](score_mod),
-            None if mask_mod is None else traces[1](mask_mod),
-        )
+        traced = None if score_mod is None else trace_score_mod(_function(score_mod, "score_mod"))
+        if mask_mod is None:
+            return cls(traced)
+        return cls(traced, trace_mask_mod(_function(mask_mod, "mask_mod")))
 
     def present(self) -> Iterator[tuple[str, Traced]]:
         """(name, traced) of the mods that are there: score_mod first, as the kernel takes them."""
@@ -99,6 +96,12 @@ class Mods(NamedTuple):
         return None
 
 
+def _function(mod: Any, name: str) -> Callable:
+    if not callable(mod):
+        raise TypeError(f"{name} must be a function or None, not {type(mod).__name__}")
+    return mod
+
+
 @functools.cache
 def _readers() -> tuple[tuple[Callable, Callable], type, Callable]:
     """What reads mods, imported at the first: to ask for it again took a call 2 us a time."""
@@ -113,7 +116,10 @@ def by_tiles(tensor: torch.Tensor) -> bool:
     """Whether TMA can load ``tensor``: rows contiguous; address, other strides on 16 bytes."""
     *outer, last = tensor.stride()
     unit = ALIGNMENT // tensor.element_size()
-    return last == 1 and not any(x % unit for x in outer) and tensor.data_ptr() % ALIGNMENT == 0
+    for stride in outer:
+        if stride % unit:
+            return False
+    return last == 1 and tensor.data_ptr() % ALIGNMENT == 0
 
 
 NO_MODS = Mods()

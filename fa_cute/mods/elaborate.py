@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Sequence
 
 import torch
@@ -103,7 +104,7 @@ class Elaboration:
             return self.terms[ref]
         how, value = ref
         if how is float:
-            return float.fromhex(value)
+            return struct.unpack("d", value)[0]
         if how is tuple:
             return tuple(self._decoded(item) for item in value)
         return value

@@ -56,9 +56,6 @@ def lookup(tape: Tape, tensor: torch.Tensor, key: object) -> tuple | Partial:
             f"a captured tensor has dtype {dtype}; bool, integers, fp8 (e4m3fn, e5m2), fp16, bf16, "
             "fp32 and fp64 can be read: convert it first"
         )
-    known = [part.at for part in parts if type(part) is Value and part.tape is tape]
-    if len(known) == len(parts) == rank:
-        return ("load", tape.slot(tensor), dtype, rank, 0, *known)
     if rank - 1 <= len(parts) <= rank and not any(isinstance(p, _UNINDEXED) for p in parts):
         refs = [
             part.at

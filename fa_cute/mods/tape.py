@@ -8,6 +8,7 @@ two tapes that are equal are one graph.
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable, Mapping, Sequence
 from typing import NoReturn
 
@@ -21,7 +22,7 @@ from fa_cute.mods.errors import (
     caller,
     error_at,
 )
-from fa_cute.mods.indexing import Partial, Scalar, lookup
+from fa_cute.mods.indexing import READABLE, Partial, Scalar, lookup
 from fa_cute.mods.terms import Term
 from fa_cute.mods.value import Value
 
@@ -30,6 +31,11 @@ _BEGINNINGS = {kind: [(leaf,) for leaf in leaves] for kind, leaves in LEAVES.ite
 
 _DTYPES = {"float32": torch.float32, "int32": torch.int32, "bool": torch.bool}
 _PYTHON_DTYPES = {float: torch.float64, int: torch.int64, bool: torch.bool}
+_BITS = struct.Struct("d").pack  # of a float, in a sixth of the time of its hex()
+# Tuples: `a | b` makes a union anew each time that it is evaluated.
+_NUMBERS = (int, float)
+_SEQUENCES = (tuple, list)
+_PLACES = (torch.device, torch.layout, torch.memory_format)
 
 
 class Tape:
@@ -63,7 +69,7 @@ class Tape:
         if kind is int or kind is bool:
             return (kind, value)
         if kind is float:
-            return (float, value.hex())
+            return (float, _BITS(value))
         if kind is Value:
             if value.tape is self:
                 return value.at
@@ -72,7 +78,7 @@ class Tape:
             return self._tensor(value)
         if isinstance(value, Partial):
             self.fail(value.complaint())
-        if isinstance(value, int | float):
+        if isinstance(value, _NUMBERS):
             return self.operand(int(value) if isinstance(value, int) else float(value))
         if getattr(value, "shape", None) == () and hasattr(value, "item"):
             return self.operand(value.item())
@@ -83,37 +89,51 @@ class Tape:
 
     def literal(self, value: object) -> Reference:
         """The reference of any argument of a torch function."""
+        kind = type(value)
+        if kind is Value or kind is int or kind is float or kind is bool:
+            return self.operand(value)
         if value is None or isinstance(value, str):
             return (str, value)
-        if isinstance(value, torch.dtype):
+        if kind is torch.dtype:
             return (torch.dtype, value)
-        if isinstance(value, type) and value in _PYTHON_DTYPES:
+        if kind is type and value in _PYTHON_DTYPES:
             return (torch.dtype, _PYTHON_DTYPES[value])
-        if isinstance(value, tuple | list):
-            return (tuple, tuple(self.literal(item) for item in value))
-        if isinstance(value, torch.device | torch.layout | torch.memory_format):
+        if isinstance(value, _SEQUENCES):
+            return (tuple, tuple([self.literal(item) for item in value]))
+        if isinstance(value, _PLACES):
             return (str, None)
         return self.operand(value)
 
     def call(self, name: str, args: Sequence[object], kwargs: Mapping | None) -> Value:
         """Append a call of a torch function or method that ``OPERATIONS`` has."""
-        refs = [
-            arg.at if type(arg) is Value and arg.tape is self else self.literal(arg) for arg in args
-        ]
+        entry = [name]
+        for arg in args:
+            known = type(arg) is Value and arg.tape is self
+            entry.append(arg.at if known else self.literal(arg))
         if kwargs:
             named = tuple([(key, self.literal(value)) for key, value in kwargs.items()])
-            refs.append((dict, named))
+            entry.append((dict, named))
         ops = self.ops
-        ops.append((name, *refs))
+        ops.append(tuple(entry))
         return Value(self, len(ops) - 1)
 
     def index(self, tensor: torch.Tensor, key: object) -> Value | Partial:
         """A read from a captured tensor."""
-        try:
-            found = lookup(self, tensor, key)
-        except Untraceable as fault:
-            self.fail(str(fault))
-        return found if isinstance(found, Partial) else self.record(*found)
+        parts = key if type(key) is tuple else (key,)
+        refs = [part.at for part in parts if type(part) is Value and part.tape is self]
+        dtype = tensor.dtype
+        if len(refs) == len(parts) == tensor.ndim and dtype in READABLE:
+            found = ("load", self.slot(tensor), dtype, len(refs), 0, *refs)
+        else:
+            try:
+                found = lookup(self, tensor, key)
+            except Untraceable as fault:
+                self.fail(str(fault))
+            if type(found) is Partial:
+                return found
+        ops = self.ops
+        ops.append(found)
+        return Value(self, len(ops) - 1)
 
     def slot(
         self, tensor: torch.Tensor, identity: object = None, view: Callable | None = None
@@ -123,9 +143,10 @@ class Tape:
         slot = self._slots.get(known)
         if slot is None:
             slot = self._slots[known] = len(self.tensors)
-            # Holding the tensor keeps its id from being reused during the trace.
-            self._slots[known, "held"] = tensor
-            self.tensors.append(view(tensor) if view else tensor)
+            # A tensor that is held keeps its id from being reused during the trace.
+            if view is not None:
+                self._slots[known, "held"], tensor = tensor, view(tensor)
+            self.tensors.append(tensor)
         return slot
 
     def dtype(self, at: int) -> torch.dtype:

@@ -152,9 +152,11 @@ class _Tracing(TorchFunctionMode):
 
 
 def _holds_value(key: object) -> bool:
+    if type(key) is Value:
+        return True
     parts = key if isinstance(key, tuple) else (key,)
     for part in parts:
-        if isinstance(part, Value):
+        if type(part) is Value:
             return True
         if isinstance(part, slice) and _holds_value((part.start, part.stop, part.step)):
             return True

@@ -183,7 +183,10 @@ def _operator(name: str) -> Callable:
 def _reflected(name: str) -> Callable:
     def backward(self: Value, other: object) -> Value:
         tape = self.tape
-        return tape.record(name, tape.operand(other), self.at)
+        ref = (int, other) if type(other) is int else tape.operand(other)
+        ops = tape.ops
+        ops.append((name, ref, self.at))
+        return Value(tape, len(ops) - 1)
 
     return backward
 
