@@ -53,7 +53,7 @@ def shared_memory(config: BwdConfig, width: int, width_v: int) -> int:
 
 def test_every_head_dim_has_a_row() -> None:
     for dims in itertools.product(ALL_HEAD_DIMS, repeat=2):
-        for cut, modified, heavy in itertools.product((False, True), repeat=3):
+        for cut, modified, heavy in itertools.product((False, True), (False, True), range(3)):
             config = bwd_sm90(*dims, cut=cut, modified=modified, heavy=heavy)
             widths = (padded(d, 64 if config.wide else 32) for d in dims)
             assert shared_memory(config, *widths) + 2048 <= SHARED_MEMORY, dims
@@ -102,7 +102,7 @@ def test_heavy_mods_have_a_row_of_their_own() -> None:
     table, factors = torch.zeros(32, 4), torch.zeros(4)
     light = trace_score_mod(t5_relative_bias(table)).graph
     scaled = trace_score_mod(lambda s, b, h, q, kv: s * factors[h]).graph
-    (wide,) = (one.config for one in BWD_SM90 if one.heavy)
+    (wide,) = (one.config for one in BWD_SM90 if one.heavy == 1)
     assert config(learned_cap()) == wide != config(light) == config(scaled)
     assert config(learned_cap(), listed=(64, 128)) == config(light)
 
@@ -115,6 +115,36 @@ def test_a_heavy_mod_spills_nothing(tmp_path: Path) -> None:
     options = {"derivative": differentiate(graph, frozenset((0,))), **DIRECTION}
     resources = build(plans_of(plan, **options).main, tmp_path).resources
     assert resources.spill_bytes == 0 and resources.serialised == 0
+
+
+def short_vectors() -> Graph:
+    """A dot of one of the query with one of the key."""
+    u, w = torch.zeros(300, 12), torch.zeros(300, 12)
+    return trace_score_mod(lambda s, b, h, q, kv: s + (u[q] * w[kv]).sum(-1)).graph
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("dim", [64, 128])
+def test_short_vectors_spill_nothing(dim: int, tmp_path: Path) -> None:
+    """140 and 820 bytes in the rows of other mods."""
+    graph = short_vectors()
+    plan = replace(forward(dim, dim, causal=True), score_mod=graph)
+    options = {"derivative": differentiate(graph, frozenset((0, 1))), **DIRECTION}
+    plans = plans_of(plan, **options)
+    assert plans.main.config.wide
+    resources = build(plans.main, tmp_path).resources
+    assert resources.spill_bytes == 0 and resources.serialised == 0
+
+
+@pytest.mark.compile
+def test_a_learned_factor_is_not_serialised(tmp_path: Path) -> None:
+    """dV waits for dS, so that the scores, P and dP fit but for 44 bytes."""
+    factors = torch.zeros(4)
+    graph = trace_score_mod(lambda s, b, h, q, kv: s * factors[h]).graph
+    plan = replace(forward(128, 128, causal=True), score_mod=graph)
+    options = {"derivative": differentiate(graph, frozenset((0,))), **DIRECTION}
+    resources = build(plans_of(plan, **options).main, tmp_path).resources
+    assert resources.serialised == 0 and resources.spill_bytes <= 48
 
 
 @pytest.mark.compile

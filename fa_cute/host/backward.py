@@ -103,7 +103,7 @@ def plans_of(
     ``listed``: the tile (queries, keys) of the lists that the call has, if any.
     """
     # Lists are made for a tile before it is known whose gradients will be asked for.
-    config = _config(forward, heavy=listed is None and is_heavy(derivative))
+    config = _config(forward, heavy=heaviness(derivative) if listed is None else 0)
     main = replace(
         forward,
         direction=BACKWARD,
@@ -140,23 +140,26 @@ def key_tile(forward: Plan) -> tuple[int, int]:
     return config.tile_q, config.tile_kv
 
 
-def _config(forward: Plan, *, heavy: bool = False) -> BwdConfig:
+def _config(forward: Plan, *, heavy: int = 0) -> BwdConfig:
     cut = forward.causal or any(forward.window)
     modified = forward.score_mod is not None or forward.mask_mod is not None
     dims = forward.head_dim, forward.head_dim_v
     return configs.bwd_sm90(*dims, cut=cut, modified=modified, heavy=heavy)
 
 
-def is_heavy(derivative: Graph | None) -> bool:
-    """Whether a thread holds two numbers an element for a mod's gradients, beside P and dP.
+def heaviness(derivative: Graph | None) -> int:
+    """How far a mod's gradients pass the registers that there are beside P and dP: 0, 1 or 2.
 
-    They are factors that depend on the score: of d score, and of captured tensors.
+    1: two numbers an element, factors that depend on the score, of d score and of captured tensors.
+    2: the components of short vectors of queries or keys.
     """
     if derivative is None:
-        return False
-    factors = {factor(derivative), *(one.value for one in contributions(derivative))}
-    needs, nodes = derivative.dependence(), derivative.nodes
-    return sum("score" in needs[at] and nodes[at].width == 1 for at in factors) > 1
+        return 0
+    given, nodes, needs = contributions(derivative), derivative.nodes, derivative.dependence()
+    if any(nodes[one.load].width > 1 and needs[one.load] & {"q", "kv"} for one in given):
+        return 2
+    factors = {factor(derivative), *(one.value for one in given)}
+    return int(sum("score" in needs[at] and nodes[at].width == 1 for at in factors) > 1)
 
 
 def _visits(

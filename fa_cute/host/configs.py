@@ -499,7 +499,7 @@ def why(config: FwdConfig | FwdSm100Config) -> str:
 class BwdRow(NamedTuple):
     """One line of the backward's table; members as in ``Row``.
 
-    ``heavy``: only for calls whose mod's derivative takes many registers (``backward.is_heavy``).
+    ``heavy``: only for calls of at least that ``backward.heaviness``.
     """
 
     head_dims: tuple[int, int]
@@ -507,10 +507,18 @@ class BwdRow(NamedTuple):
     modified: bool | None
     config: BwdConfig
     why: str
-    heavy: bool = False
+    heavy: int = 0
 
 
 BWD_SM90: tuple[BwdRow, ...] = (
+    BwdRow(
+        (64, 64),
+        None,
+        True,
+        BwdConfig(64, 64, 2, 24, 240, wide=True),
+        "short vectors, whose adds take the time: 64 x 128 spills 140 bytes to 3 KiB of them",
+        heavy=2,
+    ),
     BwdRow(
         (64, 64),
         None,
@@ -531,7 +539,7 @@ BWD_SM90: tuple[BwdRow, ...] = (
         True,
         BwdConfig(64, 64, 2, 24, 240, wide=True),
         "S4k full, a learned cap: 353 TFLOP/s, 64 x 128 192; but a learned factor 389 and 462",
-        heavy=True,
+        heavy=1,
     ),
     BwdRow(
         (128, 128),
@@ -558,7 +566,7 @@ BWD_SM90: tuple[BwdRow, ...] = (
 
 
 def bwd_sm90(
-    head_dim: int, head_dim_v: int, *, cut: bool, modified: bool, heavy: bool = False
+    head_dim: int, head_dim_v: int, *, cut: bool, modified: bool, heavy: int = 0
 ) -> BwdConfig:
     """The configuration of a backward on sm_90; ValueError says which head dims have one."""
     fitting = [

@@ -74,6 +74,7 @@ from fa_cute.device.products import Buffers, Fragments, Mmas, Products
 from fa_cute.device.scheduler import HEADER, Place, Tiles, told
 from fa_cute.device.topology import WARPGROUP, RingSpec, Role, Topology
 from fa_cute.device.visits import Visit
+from fa_cute.mods.derived import reads_scores
 from fa_cute.plan import SHARED_MEMORY_LIMIT, BwdConfig, BwdIo, Extra, Launch, Plan
 from fa_cute.spans import Bounds, QSpans
 
@@ -202,13 +203,16 @@ class BwdSm90(KeyLoads):
         self.bulk = self.sums.bulk
         # dP after the exponentials is no slower than with S (d128, S8k: full 651 and 650 TFLOP/s,
         # causal 639 and 636), but of 128 queries P, its rounded copy and dP pass the registers:
-        # then dV waits for dS.
-        self.late = self.config.own_queries > 64
+        # then dV waits for dS. Likewise where a mod's gradient takes the scores beside P and dP: a
+        # learned factor spilled 112 bytes at d128, its wgmmas serialised; so 44, and none is.
+        of_scores = not self.config.wide and reads_scores(plan.score_mod)
+        self.late = self.config.own_queries > 64 or of_scores
         # S of the next block behind dK: d128, S8k, full 618 to 635 TFLOP/s, causal 586 to 612. Of Q
         # two slots are held then.
         modified = plan.score_mod is not None or plan.mask_mod is not None
         self.ahead = all(plan.gradients) and not modified and self.config.stages > 1
-        self.early = self.late or self.ahead or (self.config.wide and plan.score_mod is None)
+        many = self.config.own_queries > 64
+        self.early = many or self.ahead or (self.config.wide and plan.score_mod is None)
         # A mod needs registers of its own: a learned T5 table spilled 184 bytes at d128, now none.
         # With S ahead ptxas serialises the products of d128 otherwise.
         self.tight = plan.score_mod is not None or self.config.own_queries > 64 or self.ahead

@@ -44,6 +44,14 @@ def contributions(graph: Graph) -> tuple[Contribution, ...]:
     return tuple(Contribution(graph.nodes[load].attr, load, value) for load, value in pairs)
 
 
+def reads_scores(graph: Graph | None) -> bool:
+    """Whether what a graph with its derivative gives to captured tensors depends on the score."""
+    if graph is None or not graph.more:
+        return False
+    needs = graph.dependence()
+    return any("score" in needs[one.value] for one in contributions(graph))
+
+
 def taught(graph: Graph) -> tuple[int, ...]:
     """The captured tensors (places) that get gradients, in order."""
     return tuple(sorted({one.slot for one in contributions(graph)}))
