@@ -8,6 +8,7 @@ blocks ahead of those who add; another gives the turn on when the L2 has what wa
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import cutlass
@@ -19,7 +20,9 @@ from fa_cute.device.key_walk import KeyWalk
 from fa_cute.device.products import Buffers
 from fa_cute.device.scheduler import Place, told
 from fa_cute.device.topology import WARPGROUP, RingSpec
-from fa_cute.plan import Plan
+from fa_cute.plan import SHARED_MEMORY_LIMIT, BwdConfig, Plan
+
+ROOM = SHARED_MEMORY_LIMIT - 2048  # barriers, words and the alignment of buffers take the rest
 
 
 class DqSums:
@@ -127,3 +130,20 @@ def rings(plan: Plan) -> tuple[RingSpec, ...]:
 def counters(x: Any, place: Place) -> cute.Pointer:
     """How many tiles of keys have added to the blocks of the query head at ``place``."""
     return x.io.turns[place.batch, place.head, None].iterator
+
+
+def fitting(plan: Plan, scratch_bytes: int) -> Plan:
+    """The plan, with as many slots a ring as mods' diagonals and the wide heads leave room for."""
+    c = plan.config
+    tries = [(c.stages, c.dq_slots), (c.stages, 1), (1, 1)]
+    configs = [replace(c, stages=stages, dq_slots=slots) for stages, slots in tries]
+    fits = (config for config in configs if _bytes(plan, config) + scratch_bytes <= ROOM)
+    return replace(plan, config=next(fits, configs[-1]))
+
+
+def _bytes(plan: Plan, c: BwdConfig) -> int:
+    """Shared memory of the rings' slots."""
+    a_slot = 2 * c.tile_q * (plan.width + plan.width_v + c.tile_kv * (1 + c.wide) + 4)
+    held = 2 * c.tile_kv * (plan.width + plan.width_v)
+    held += 4 * c.tile_q * plan.width * in_bulk(plan) * c.dq_slots
+    return held + c.stages * a_slot

@@ -44,7 +44,7 @@ dQ is added from registers the consumers take the turns of the first, and tell t
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import cutlass
@@ -75,12 +75,11 @@ from fa_cute.device.scheduler import HEADER, Place, Tiles, told
 from fa_cute.device.topology import WARPGROUP, RingSpec, Role, Topology
 from fa_cute.device.visits import Visit
 from fa_cute.mods.derived import reads_scores
-from fa_cute.plan import SHARED_MEMORY_LIMIT, BwdConfig, BwdIo, Extra, Launch, Plan
+from fa_cute.plan import BwdIo, Extra, Launch, Plan
 from fa_cute.spans import Bounds, QSpans
 
 DTYPES = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16}
 LOADED = ("k", "v", "q", "do")  # the rings that TMA fills
-ROOM = SHARED_MEMORY_LIMIT - 2048  # barriers, words and the alignment of buffers take the rest
 DS_READY = 1  # the named barrier of the consumers; 0 is the CTA's own
 
 
@@ -109,23 +108,6 @@ def topology(plan: Plan) -> Topology:
             *of_dq,
         ),
     )
-
-
-def fitting(plan: Plan, scratch_bytes: int) -> Plan:
-    """The plan, with as many slots a ring as mods' diagonals and the wide heads leave room for."""
-    c = plan.config
-    tries = [(c.stages, c.dq_slots), (c.stages, 1), (1, 1)]
-    configs = [replace(c, stages=stages, dq_slots=slots) for stages, slots in tries]
-    fits = (config for config in configs if _bytes(plan, config) + scratch_bytes <= ROOM)
-    return replace(plan, config=next(fits, configs[-1]))
-
-
-def _bytes(plan: Plan, c: BwdConfig) -> int:
-    """Shared memory of the rings' slots."""
-    a_slot = 2 * c.tile_q * (plan.width + plan.width_v + c.tile_kv * (1 + c.wide) + 4)
-    held = 2 * c.tile_kv * (plan.width + plan.width_v)
-    held += 4 * c.tile_q * plan.width * dq_sums.in_bulk(plan) * c.dq_slots
-    return held + c.stages * a_slot
 
 
 @dataclass(frozen=True)
@@ -192,7 +174,7 @@ class BwdSm90(KeyLoads):
         graphs = (plan.score_mod, plan.mask_mod)
         self.scratch_words = [score.scratch_words(graph, self.fragment) for graph in graphs]
         self.scratch_words.append(gradient.scratch_words(graphs[0], self.fragment))
-        plan = fitting(plan, 4 * sum(self.scratch_words) * plan.config.consumers)
+        plan = dq_sums.fitting(plan, 4 * sum(self.scratch_words) * plan.config.consumers)
         self.plan, self.config = plan, plan.config
         self.topology = topology(plan)
         self.dtype = DTYPES[plan.dtype]
