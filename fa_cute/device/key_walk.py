@@ -62,6 +62,13 @@ class OwnSpans(NamedTuple):
     own_middle_end: Int32
     own_end: Int32
 
+    def turn(self, low: Any) -> list[Int32]:
+        """Where the upper edge begins, and the whole blocks and it end; ``low``: the lower edge,
+        and none whole."""
+        upper = self.own_middle_end, self.own_middle_end, self.own_end
+        lower = self.own_begin, self.own_middle_begin, self.own_middle_begin
+        return [cutlass.select_(low, a, b) for a, b in zip(lower, upper, strict=True)]
+
 
 class KeyWalk:
     """The walk of one plan; ``fragment``: a thread's part of S^T, for what masks capture.

@@ -370,15 +370,11 @@ class BwdSm90(KeyLoads):
             self.open(rings, body, own.own_end > own.own_begin)
             warpgroup.wait_group(0)
         if const_expr(self.walk.two_edges and not self.walk.turned):
-            # Both edges are turns of one traced body, with the whole blocks between: ptxas - 30 %.
-            # Not in mirrored order: at d64 under causal 32 bytes spilled.
+            # The edges are turns of one traced body: ptxas - 30 %. Mirrored, d64 spilled 32 bytes.
             for turn in cutlass.range(2, unroll=1):
-                low = turn != 0
-                begin = cutlass.select_(low, own.own_begin, own.own_middle_end)
-                end = cutlass.select_(low, own.own_middle_begin, own.own_end)
-                whole_end = cutlass.select_(low, own.own_middle_begin, own.own_middle_end)
+                begin, whole, end = own.turn(turn != 0)
                 rings = self.sweep(body, rings, begin, end, True)
-                rings = self.sweep(body, rings, own.own_middle_begin, whole_end, False)
+                rings = self.sweep(body, rings, own.own_middle_begin, whole, False)
         else:
             if const_expr(self.walk.two_edges):
                 rings = self.sweep(body, rings, own.own_middle_end, own.own_end, True)
