@@ -3,7 +3,7 @@
     python -m bench.spills [--target sm_100a] [--part 0/1] [--bounds full,causal] [WORD ...]
 
 No GPU is needed. Each kernel is compiled and ptxas asked. A WORD chooses mods by a part of their
-name ("none" is no mod); ``--part i/n`` takes every n-th case. The exit status counts what spills.
+name ("none" is no mod), or is two of them beside each other ("alibi+document"); ``--part i/n`` takes every n-th case. The exit status counts what spills.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from fa_cute.host import compile as compiling
 from fa_cute.host.configs import FWD_SM100
 from fa_cute.host.target import is_hosted
 
-NONE = "none"
+NONE, BESIDE = "none", "+"
 BOUNDS: dict[str, dict[str, Any]] = {
     "causal": {"causal": True},
     "full": {},
@@ -38,6 +38,7 @@ def cases(words: list[str], bounds: list[str]) -> Iterator[tuple[str, tuple[int,
     dims = dict.fromkeys(row.head_dims for row in FWD_SM100)
     names = [NONE, *sorted(variants.ALL)]
     chosen = [name for name in names if not words or any(word in name for word in words)]
+    chosen += [word for word in words if BESIDE in word]
     for name, kind, size in itertools.product(chosen, bounds, dims):
         if name == NONE or kind in ("causal", "full"):
             yield name, size, kind
@@ -46,7 +47,9 @@ def cases(words: list[str], bounds: list[str]) -> Iterator[tuple[str, tuple[int,
 def spilled(case: tuple[str, tuple[int, int], str], target: str) -> dict[str, Any]:
     """The row of one case: bytes of spills, and where its visits come from."""
     name, (head_dim, head_dim_v), kind = case
-    mods = {} if name == NONE else variants.ALL[name].build("meta", variants.Shape())
+    mods: dict[str, Any] = {}
+    for one in () if name == NONE else name.split(BESIDE):
+        mods |= variants.ALL[one].build("meta", variants.Shape())
     plan, _ = Configuration(
         head_dim=head_dim,
         head_dim_v=head_dim_v,
