@@ -3,7 +3,8 @@
     python -m bench.spills [--target sm_100a] [--part 0/1] [--bounds full,causal] [WORD ...]
 
 No GPU is needed. Each kernel is compiled and ptxas asked. A WORD chooses mods by a part of their
-name ("none" is no mod), or is two of them beside each other ("alibi+document"); ``--part i/n`` takes every n-th case. The exit status counts what spills.
+name ("none" is no mod), or is two of them beside each other ("alibi+document"); ``--part i/n``
+takes every n-th case. The exit status counts what spills.
 """
 
 from __future__ import annotations
