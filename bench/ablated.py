@@ -103,14 +103,18 @@ class _LateScores(FwdSm90):
 
 
 class _DrawnFirst(FwdSm90):
-    """A CTA draws its next tile when it begins to load this one."""
+    """A CTA draws its next tile when it begins to load this one (and opens none early)."""
+
+    def __init__(self, plan):
+        super().__init__(plan)
+        self.opens_early = False
 
     @cute.jit
     def load(self, x, rings, buffers):
         tile = Int32(cute.arch.block_idx()[0])
         while tile < x.tiles.count:
             place = self.walk.place(x, tile)
-            visits = self.seen(x, place) if self.opens_early else self.walk.visits(x, place)
+            visits = self.walk.visits(x, place)
             with rings.next.fill() as header:
                 words = buffers.next[None, header.index]
                 tile = draw(x.tiles, x.counter, ask(x.counter), words)

@@ -80,3 +80,35 @@ def test_each_real_element_is_written_once(monkeypatch: pytest.MonkeyPatch) -> N
     rows = Counter(row_of(thread) + 8 * r for thread in range(128) for r in range(2))
     assert rows == Counter(QUAD * list(range(ROWS))), "a row belongs to the lanes of one quad"
     assert all(row_of(thread) == row_of(thread - thread % QUAD) for thread in range(128))
+
+
+@pytest.mark.compile
+def test_staged_rows_are_written_once() -> None:
+    """What a warp's lanes stage, by the accumulator's layout, they read again row by row."""
+    from fa_cute.device import staging
+    from fa_cute.device.mma_sm90 import column_of, row_of
+
+    memory: dict[int, tuple[int, int]] = {}
+    for group in range(0, staging.COLUMNS // 8, 2):
+        addresses = [staging.matrix_row(lane, group) for lane in range(32)]
+        for lane in range(32):
+            for matrix in range(staging.MATRICES):
+                half, at = matrix % 2, group + matrix // 2
+                for pair in range(2):
+                    # Lane i holds words i % 4 of row i / 4 of each matrix, whose rows' addresses
+                    # are those of eight lanes.
+                    target = addresses[8 * matrix + lane // 4] + 4 * (lane % 4) + 2 * pair
+                    assert target not in memory
+                    column = column_of(2 * at + pair) + 2 * (lane % 4)
+                    memory[target] = row_of(lane) + 8 * half, column
+    assert sorted(memory) == list(range(0, staging.WARP_BYTES, 2))
+    for turn in range(staging.TURNS):
+        for quarter in range(4):  # lanes that read at once
+            lanes = range(8 * quarter, 8 * quarter + 8)
+            banks = {staging.vector_at(lane, turn) % 128 for lane in lanes}
+            assert len(banks) == 8, "two lanes read in one bank"
+        for lane in range(32):
+            begin, row = staging.vector_at(lane, turn), staging.vector_row(lane, turn)
+            found = [memory.pop(begin + 2 * i) for i in range(8)]
+            assert found == [(row, 8 * (lane % 8) + i) for i in range(8)]
+    assert not memory

@@ -6,7 +6,10 @@
 Ahead, the next tile is drawn before the last V of this one, whose slot is free a block later: so
 the next Q and first K are there when consumers issue their S behind the last P V. Drawn behind that
 V they came 1,700 cycles later (d128, where a block of 128 x 128 takes 2,300). It needs two slots of
-Q, and no mask, whose first block is two or three reads of global memory away.
+Q, and under a mask registers (``fwd_sm90.opens_early``).
+
+What TMA's coordinates are made of has to stay the same in a warp for ptxas: visits told by lanes,
+or a select for those of a tile that sees nothing, and it loops over each copy (the gain was gone).
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ from cutlass.cute.nvgpu import cpasync
 from fa_cute.device import score
 from fa_cute.device.operand import Reuse, loader
 from fa_cute.device.scheduler import BLOCK, COUNT, Place, ask, draw, tell
-from fa_cute.device.visits import SpanVisits, Visit, inputs_of
+from fa_cute.device.visits import Visit, inputs_of
 
 
 def lead_of(kernel: Any, x: Any, place: Place) -> tuple:
@@ -48,47 +51,69 @@ class Loads:
         """All tiles, each with the first boxes of the next."""
         tile = Int32(cute.arch.block_idx()[0])
         place = self.walk.place(x, tile)
+        with rings.next.fill() as opening:
+            self.introduce(x, buffers.next[None, opening.index], tile, place)
         rings = self.load_first(x, rings, buffers, place)
         while tile < x.tiles.count:
             visits, asked = self.seen(x, place), Int32(0)
             kv_head = place.head // self.walk.ratio
             load_k = loader(x.k, buffers.k, kv_head, place.batch, Reuse.OFTEN)
             load_v = loader(x.v, buffers.v, kv_head, place.batch, Reuse.OFTEN)
+            visit, ahead = visits.at(Int32(0)), self.ahead(visits, Int32(1))
             if visits.count == 1:
                 asked = ask(x.counter)
             for i in cutlass.range(1, visits.count, unroll=1):
                 if i == visits.count - 1:
                     asked = ask(x.counter)
-                with rings.k.fill() as k:
-                    load_k(visits.at(i).block, k)
+                if const_expr(self.walk.noted):
+                    before, visit, ahead = visit, ahead, self.ahead(visits, i + 1)
+                else:  # cheaper than to carry
+                    before, visit = visits.at(i - 1), visits.at(i)
+                with rings.k.fill(self.note(buffers, visit, ahead)) as k:
+                    load_k(visit.block, k)
                 with rings.v.fill() as v:
-                    load_v(visits.at(i - 1).block, v)
-            block = visits.at(visits.count - 1).block
+                    load_v(before.block, v)
+            block = (
+                visit.block if const_expr(self.walk.noted) else visits.at(visits.count - 1).block
+            )
             with rings.next.fill() as following:
                 words = buffers.next[None, following.index]
                 tile = draw(x.tiles, x.counter, asked, words)
-                place = self.walk.place(x, tile)
-                tell(words, BLOCK, place)
+                drawn = tile
+                if const_expr(self.walk.noted):  # past the last no order of tiles is read
+                    drawn = cutlass.min(tile, x.tiles.count - 1)
+                place = self.walk.place(x, drawn)
+                self.introduce(x, words, None, place)
             if tile < x.tiles.count:
                 rings = self.load_first(x, rings, buffers, place)
             with rings.v.fill() as last:
                 load_v(block, last)
+
+    def introduce(self, x: Any, words: cute.Tensor, tile: Int32 | None, place: Place) -> None:
+        """Tell consumers of the tile at ``place``; its number, unless ``draw`` has told it."""
+        if tile is not None:
+            tell(words, 0, (tile,))
+        if self.walk.noted:
+            tell(words, COUNT, (self.walk.visits(x, place).count, *place))
+        else:
+            tell(words, BLOCK, place)
 
     @cute.jit
     def load_first(self, x: Any, rings, buffers: Any, place: Place):
         """A tile's Q and its first K."""
         load_q = loader(x.q, buffers.q, place.head, place.batch, Reuse.ONCE)
         load_k = loader(x.k, buffers.k, place.head // self.walk.ratio, place.batch, Reuse.OFTEN)
+        visits = self.seen(x, place)
+        visit, ahead = visits.at(Int32(0)), self.ahead(visits, Int32(1))
         with rings.q.fill() as only:
             load_q(place.block, only)
-        with rings.k.fill() as first:
-            load_k(self.seen(x, place).last, first)
+        with rings.k.fill(self.note(buffers, visit, ahead)) as first:
+            load_k(visit.block, first)
         return rings
 
-    def seen(self, x: Any, place: Place) -> SpanVisits:
-        """The tile's visits by bounds, one at least: a tile that sees nothing has it hidden."""
-        visits = self.walk.visits(x, place)
-        return visits._replace(count=cutlass.max(visits.count, 1))
+    def seen(self, x: Any, place: Place) -> Any:
+        """The tile's visits, one at least: of a tile that sees nothing, hidden by the consumers."""
+        return self.walk.visits(x, place).at_least_one()
 
     @cute.jit
     def load_each(self, x: Any, rings, buffers: Any):
@@ -128,13 +153,13 @@ class Loads:
                         fetch_bias(ahead.block)
                     block = visit.block
             # Late, so that who is done first takes the longest left; a wait for V hides the atomic.
-            asked = ask(x.counter)
+            tile = ask(x.counter)
             if visits.count > 0:
                 with rings.v.fill() as last:
                     load_v(block, last)
             with rings.next.fill() as following:
                 words = buffers.next[None, following.index]
-                tile = draw(x.tiles, x.counter, asked, words)
+                tile = draw(x.tiles, x.counter, tile, words)
                 if const_expr(not self.walk.noted):  # divisions that consumers would wait for
                     tell(words, BLOCK, self.walk.place(x, tile))
 

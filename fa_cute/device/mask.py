@@ -6,17 +6,24 @@ own ``2 (t % 4)`` both are one register a row, and each element compares a const
 
 from __future__ import annotations
 
+import functools
 import math
+import operator
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
-from cutlass._mlir.dialects import arith
+from cutlass._mlir.dialects import arith, llvm
 
 from fa_cute.device import emit
 from fa_cute.device.mma_sm90 import FRAGMENT_ROWS, PIECE_COLUMNS, Pieces, by_row, column_of
+from fa_cute.device.visits import INT32
+from fa_cute.mods.ranges import Ranges, term_bounds
 from fa_cute.spans import Bounds
+
+WORD = 32  # bits
 
 
 class Limits(NamedTuple):
@@ -48,6 +55,22 @@ def limits(bounds: Bounds, row: Int32, quad_column: Int32, group: int = 1) -> Li
     return Limits(tuple(low) if low else None, tuple(high))
 
 
+def shown_by(ranges: Ranges, within: Limits, row: Int32, quad_column: Int32) -> list[Limits]:
+    """What each of the exact ``ranges`` shows ``row`` and ``row + 8`` of what is ``within``."""
+    bounds = [term_bounds(ranges, (), *[row + 8 * r] * 2, INT32) for r in range(FRAGMENT_ROWS)]
+    found = []
+    for first, last in ranges.ranges:
+        low, high = [], []
+        for r in range(FRAGMENT_ROWS):
+            # Cut to where keys are, so that what is added stays in int32.
+            least = cutlass.max(Int32(bounds[r][first][0]), 0) - quad_column
+            most = cutlass.min(Int32(bounds[r][last][1]), within.high[r] + quad_column) + 1
+            low.append(least if within.low is None else cutlass.max(least, within.low[r]))
+            high.append(cutlass.min(most - quad_column, within.high[r]))
+        found.append(Limits(tuple(low), tuple(high)))
+    return found
+
+
 def limits_of_keys(bounds: Bounds, key: Int32, quad_column: Int32) -> Limits:
     """The limits where rows are keys, ``key`` and ``key + 8``, and columns are queries."""
     offset = bounds.seqlen_k - bounds.seqlen_q
@@ -65,14 +88,46 @@ def limits_of_keys(bounds: Bounds, key: Int32, quad_column: Int32) -> Limits:
     return Limits(tuple(low) if low else None, tuple(high))
 
 
-def apply(s: cute.Tensor, limit: Limits, kv_first: Int32) -> None:
-    """Write -inf into ``s`` (2, columns) at columns ``kv_first + ...`` outside the rows' limits."""
-    high = by_row([bound - kv_first for bound in limit.high])
-    low = None if limit.low is None else by_row([bound - kv_first for bound in limit.low])
+def apply(s: cute.Tensor, limits: Sequence[Limits], kv_first: Int32) -> None:
+    """Write -inf into ``s`` (2, columns) at columns ``kv_first + ...`` that no limits show a row.
+
+    A bit a column of the thread: ptxas makes predicates of seven of them with one R2P, where
+    comparing takes one or two instructions an element.
+    """
     pieces = Pieces(s)
+    seen = [
+        [_word(limits, kv_first, r, first) for first in range(0, 4 * pieces.count, WORD)]
+        for r in range(FRAGMENT_ROWS)
+    ]
     for at, scores in enumerate(pieces.all()):
-        columns = emit.constant_lanes([column_of(4 * at + c) for c in PIECE_COLUMNS])
-        seen = emit.compare("lt", columns, high)
-        if low is not None:
-            seen = arith.andi(seen, emit.compare("le", low, columns))
-        pieces.store(at, arith.select(seen, scores, emit.like(scores, -math.inf)))
+        word, bit = divmod(4 * at, WORD)
+        words = by_row([row[word] for row in seen])
+        bits = emit.constant_lanes([1 << (bit + c) for c in PIECE_COLUMNS])
+        shown = emit.compare("ne", arith.andi(words, bits), emit.like(bits, 0))
+        pieces.store(at, arith.select(shown, scores, emit.like(scores, -math.inf)))
+
+
+def _word(limits: Sequence[Limits], kv_first: Int32, r: int, first: int) -> Int32:
+    """Row ``r``'s bits of the fragment's columns from ``first`` on: 1 where some limits show it."""
+    words = []
+    for limit in limits:
+        low = Int32(0)
+        if limit.low is not None:
+            low = _columns_below(limit.low[r] - kv_first, first)
+        high = _columns_below(limit.high[r] - kv_first, first)
+        words.append(_bits(low, cutlass.max(high - low, 0)))
+    return functools.reduce(operator.or_, words)
+
+
+def _columns_below(bound: Int32, first: int) -> Int32:
+    """How many of the fragment's columns from ``first`` on lie below ``bound``."""
+    bound = cutlass.max(bound - column_of(first), 0)
+    return ((bound >> 2) & ~1) + cutlass.min(bound & 7, 2)
+
+
+def _bits(first: Int32, count: Int32) -> Int32:
+    """A word of ``count`` ones from bit ``first`` on; those past its end are left out."""
+    text = "bmsk.clamp.b32 $0, $1, $2;"
+    return Int32(
+        llvm.inline_asm(Int32.mlir_type, [first.ir_value(), count.ir_value()], text, "=r,r,r")
+    )

@@ -194,9 +194,18 @@ def convert(source: cute.Tensor, target: cute.Tensor) -> None:
 
 def thread_again() -> cutlass.Int32:
     """The thread's number in its warpgroup, read from its register here: never kept from before."""
+    return _read_again() % 128
+
+
+def warp_again() -> cutlass.Int32:
+    """The warp's number in the CTA, likewise."""
+    return cute.arch.make_warp_uniform(_read_again() // 32)
+
+
+def _read_again() -> cutlass.Int32:
     text = "mov.u32 $0, %tid.x;"
     found = llvm.inline_asm(cutlass.Int32.mlir_type, [], text, "=r", has_side_effects=True)
-    return cutlass.Int32(found) % 128
+    return cutlass.Int32(found)
 
 
 def row_of(thread: cutlass.Int32) -> cutlass.Int32:

@@ -218,6 +218,8 @@ class Recorder:
         if kind == "an argument" and (counting := _counting(value)) is not None:
             loop, depth = counting
             return folded("+", self.expression(loop.operands[0]), ("turn", depth))
+        if kind == "an argument" and hash(first := _begun(value)) in self.names:
+            return self.names[hash(first)]  # a loop over tiles carries it: of each, what it is
         if kind == "arith.constant":
             return int(ir.IntegerAttr(owner.attributes["value"]).value)
         if kind in BINARY:
@@ -361,6 +363,14 @@ def _inside(block: Any) -> Iterator[tuple[Any, Any]]:
         if owner.name.startswith("scf."):
             yield owner, block
         block = owner.block
+
+
+def _begun(value: Any) -> Any:
+    """What the ``scf.while`` whose body has the argument ``value`` began with there; or None."""
+    loop, block = next(_inside(value.owner), (None, None))
+    if loop is None or block != value.owner or loop.name != "scf.while":
+        return None
+    return plain(loop.operands[ir.BlockArgument(value).arg_number])
 
 
 def _counting(value: Any) -> tuple[Any, int] | None:

@@ -20,7 +20,7 @@ whole.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import cutlass
@@ -78,6 +78,10 @@ class SpanVisits(NamedTuple):
         """Visit number ``index``, below ``count``; whether it is whole the consumers know."""
         return Visit(self.last - index, Int32(0))
 
+    def at_least_one(self) -> SpanVisits:
+        """These; where there are none one, of some block."""
+        return self._replace(count=cutlass.max(self.count, 1))
+
 
 @dataclass(frozen=True)
 class RangeVisits:
@@ -117,6 +121,10 @@ class RangeVisits:
             index = index - (run.end - run.begin)
         return Visit(block, whole)
 
+    def at_least_one(self) -> RangeVisits:
+        """As ``SpanVisits.at_least_one``."""
+        return replace(self, count=cutlass.max(self.count, 1))
+
 
 @dataclass(frozen=True)
 class ListVisits:
@@ -154,6 +162,10 @@ class ListVisits:
         if self.within is None:
             return visit
         return visit.inside(self.within)
+
+    def at_least_one(self) -> ListVisits:
+        """As ``SpanVisits.at_least_one``: of the entry behind an empty list (one ends them all)."""
+        return replace(self, count=cutlass.max(self.count, 1))
 
     def following(self, index: Int32, _: Int32) -> Visit:
         """Visit number ``index``."""

@@ -98,7 +98,7 @@ FWD_SM90: tuple[Row, ...] = (
         (128, 128),
         None,
         True,
-        FwdConfig(128, 128, 2, 2, 24, 240),
+        FwdConfig(128, 128, 2, 2, 40, 232),
         "S8k full, causal: T5 690, 657 TFLOP/s, without turns 563, 532; 192 x 80 576, 599",
     ),
     Row(

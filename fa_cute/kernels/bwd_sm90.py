@@ -500,7 +500,7 @@ class BwdSm90(KeyLoads):
         if blocks.score is not None:
             slopes = blocks.score.differentiate(s)
         if limit is not None:
-            mask.apply(s, limit, block * self.config.tile_q)
+            mask.apply(s, [limit], block * self.config.tile_q)
         if blocks.mask is not None:
             blocks.mask.hide(s)
         return slopes

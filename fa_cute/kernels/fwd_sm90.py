@@ -32,17 +32,21 @@ from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
 from fa_cute.device import emit, epilogue, mask, mma_sm90, modifiers, packing, score, softmax
+from fa_cute.device import staging as staged
 from fa_cute.device.bias import Bias, Reader
 from fa_cute.device.bounds import bounds_of
 from fa_cute.device.loads import Loads
 from fa_cute.device.modifiers import Mods
 from fa_cute.device.operand import TmaOperand, tma_operand
+from fa_cute.device.products_sm90 import Fragments, Products
 from fa_cute.device.ring import Turns
 from fa_cute.device.scheduler import COUNT, HEADER, Place, Tiles
 from fa_cute.device.topology import WARPGROUP, RingSpec, Role, Topology
 from fa_cute.device.visits import Visit
 from fa_cute.device.walk import Walk
-from fa_cute.plan import Extra, Io, Launch, Plan
+from fa_cute.mods.affine import ranges_of
+from fa_cute.mods.shown import visible_graph
+from fa_cute.plan import SHARED_MEMORY_LIMIT, Extra, Io, Launch, Plan
 from fa_cute.spans import Bounds
 
 DTYPES = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16}
@@ -80,12 +84,22 @@ def topology(plan: Plan) -> Topology:
 def opens_early(plan: Plan) -> bool:
     """Whether S of the next tile is issued behind the last P V, to be multiplied under its stores.
 
-    If its Q has a slot of its own, and beside no mod (not measured). d128 S1k causal 528 -> 542
-    TFLOP/s, a window 581 -> 601; d64 full with lse, whose registers are all in use, 548 -> 518.
+    If its Q has a slot of its own. Beside a mask the producer finds the next tile's visits while it
+    loads this one's: with 40 registers, those of three ranges, or of two and bounds. d128 S1k
+    causal 528 -> 542 TFLOP/s, a window 581 -> 601, masks 2 to 6 % less time; d64 full with lse,
+    whose registers are all in use, 548 -> 518. Beside a score_mod alone nothing is gained.
     """
+    c = plan.config
+    if plan.bias is not None or c.q_stages == 1:
+        return False
+    cut = plan.causal or any(plan.window)
+    if plan.visits == "ranges":
+        found = ranges_of(visible_graph(plan.score_mod, plan.mask_mod)).ranges
+        return c.producer_registers > 32 and len(found) + cut <= 3
+    if plan.visits == "lists":
+        return c.producer_registers > 32
     bare = plan.score_mod is None and plan.mask_mod is None
-    seeks = plan.return_lse and not (plan.causal or any(plan.window))
-    return bare and plan.config.q_stages > 1 and not seeks
+    return bare and (cut or not plan.return_lse)
 
 
 class Buffers(NamedTuple):
@@ -94,6 +108,7 @@ class Buffers(NamedTuple):
     ``bias``: (tile_m, tile_n, ·), or None.
     ``next``: headers (words, stages). ``notes``: the visits' words (stages of K,), or None.
     ``scratch``: 32-bit words of the mods' diagonals, one part a consumer warpgroup, or None.
+    ``staging``: the address of what O is staged in (``device/staging.py``), or None.
     """
 
     q: cute.Tensor
@@ -103,6 +118,7 @@ class Buffers(NamedTuple):
     notes: cute.Tensor | None
     scratch: Any
     bias: cute.Tensor | None
+    staging: Int32 | None
 
 
 @dataclass(frozen=True)
@@ -133,16 +149,6 @@ class Work(NamedTuple):
     warpgroup: Int32
 
 
-class Fragments(NamedTuple):
-    """Descriptors of q, k, v (atom, mode, k, stage); registers of p (operand), o (accumulator)."""
-
-    q: cute.Tensor
-    k: cute.Tensor
-    v: cute.Tensor
-    p: cute.Tensor
-    o: cute.Tensor
-
-
 @dataclass(frozen=True)
 class Sweep:
     """What the body of the main loop reads, and the registers that it updates in place."""
@@ -157,7 +163,7 @@ class Sweep:
     bias: Reader | None
 
 
-class FwdSm90(Loads):
+class FwdSm90(Loads, Products):
     """The kernel of one plan; ``__call__`` is its host entry, ``(Io, Extra, Launch, stream)``."""
 
     def __init__(self, plan: Plan):
@@ -168,12 +174,15 @@ class FwdSm90(Loads):
         self.bounded = softmax.is_bounded(plan)
         self.owns_p = plan.config.own_p and not self.bounded  # where there is a branch to settle
         self.p_shape = plan.config.tile_m, plan.config.tile_n
-        graphs = (plan.score_mod, plan.mask_mod)
         self.fragment = mma_sm90.fragment(plan.config.tile_n)
         self.walk = Walk(plan, self.fragment)
+        # Exact ranges hide by limits of each row, as bounds do, and their graph is not evaluated.
+        self.graphs = plan.score_mod, None if self.walk.exact is not None else plan.mask_mod
         self.rolling = plan.bias is None and not self.walk.noted  # boxes take the room, notes leap
-        self.scratch_words = [score.scratch_words(g, self.fragment, self.rolling) for g in graphs]
+        words = (score.scratch_words(graph, self.fragment, self.rolling) for graph in self.graphs)
+        self.scratch_words = tuple(words)
         self.opens_early = opens_early(plan)
+        self.staged = self.stages_out()
 
     @cute.jit
     def __call__(self, io: Io, extra: Extra, launch: Launch, stream):
@@ -238,6 +247,19 @@ class FwdSm90(Loads):
             cute.arch.setmaxregister_increase(self.topology.role("math").registers)
             self.math(x, self.topology.rings_of("consumer", storage), buffers)
 
+    def stages_out(self) -> bool:
+        """Whether O is staged: where shared memory has room beside all else (2 KiB of barriers).
+
+        And where it is whole panels: d96 spilled 4 bytes.
+        """
+        plan, c = self.plan, self.config
+        held = 2 * c.tile_m * plan.width * c.q_stages
+        held += 2 * c.tile_n * (plan.width + plan.width_v) * c.kv_stages
+        held += 0 if self.bias is None else self.bias.bytes * plan.bias_stages
+        held += 4 * sum(self.scratch_words) * c.consumers
+        room = held + 4 * staged.WARP_BYTES * c.consumers + 2048 <= SHARED_MEMORY_LIMIT
+        return room and self.walk.noted and self.opens_early and plan.width_v % staged.COLUMNS == 0
+
     def allocate(self, x: Operands) -> tuple[Any, Buffers]:
         """Shared memory: the barriers' storage, and the buffers as tensors."""
         words_of = cute.make_layout((len(HEADER), NEXT_STAGES))
@@ -252,6 +274,8 @@ class FwdSm90(Loads):
         words = sum(self.scratch_words)
         if words:
             sizes["scratch"] = (Int32, words * self.config.consumers)
+        if self.staged:
+            sizes["staging"] = (Int32, staged.WARP_BYTES * self.config.consumers)
         # The words of headers and notes lie beside the barriers: with a bias every KiB counts.
         struct = self.topology.storage(sizes, ("next", "notes", "scratch"))
         storage = cutlass.memory.SmemAllocator().allocate(struct)
@@ -263,23 +287,29 @@ class FwdSm90(Loads):
         if self.walk.noted:
             notes = storage.notes.get_tensor(cute.make_layout(self.config.kv_stages))
         scratch = storage.scratch.data_ptr() if words else None
-        return storage, Buffers(q, k, v, following, notes, scratch, bias[0] if bias else None)
+        staging = storage.staging.data_ptr().toint() if self.staged else None
+        bias = bias[0] if bias else None
+        return storage, Buffers(q, k, v, following, notes, scratch, bias, staging)
 
     @cute.jit
     def math(self, x: Operands, rings, buffers: Buffers):
         group = cute.arch.make_warp_uniform(cute.arch.warp_idx()) // 4 - 1
         mods = self.modifiers(x, buffers, group)
         self.turns.open(group)
-        tile = Int32(cute.arch.block_idx()[0])
-        place, s = self.walk.place(x, tile), None
+        tile, s = Int32(cute.arch.block_idx()[0]), None
         if const_expr(self.opens_early):
+            rings, tile, count, place = self.follow_on(x, rings, buffers)
             s = self.scores(x)
             self.open(x, rings, self.fragments(x, buffers, group), s, tile)
+        else:
+            count, place = Int32(0), self.walk.place(x, tile)
         while tile < x.tiles.count:
             if const_expr(self.walk.noted):
-                with rings.next.drain() as header:
-                    count = walk = buffers.next[COUNT, header.index]
-                    place = Place.told(buffers.next[None, header.index])
+                if const_expr(not self.opens_early):
+                    with rings.next.drain() as header:
+                        count = buffers.next[COUNT, header.index]
+                        place = Place.told(buffers.next[None, header.index])
+                walk = count
             else:
                 walk = self.walk.spans(x.bounds, place)
                 count = walk.end - walk.begin
@@ -287,7 +317,7 @@ class FwdSm90(Loads):
             entered = (mods, (place.batch, place.head), self.first_row(work))
             if const_expr(self.opens_early):
                 share = (work, modifiers.enter(*entered), s)
-                rings, tile, place = self.attend(x, rings, buffers, share, walk)
+                rings, tile, count, place = self.attend(x, rings, buffers, share, walk)
             else:
                 if const_expr(self.walk.sees_some):
                     share = (work, modifiers.enter(*entered), None)
@@ -299,39 +329,25 @@ class FwdSm90(Loads):
                     sink = self.sink(x, place)
                     log = -Float32.inf if const_expr(sink is None) else sink
                     self.store(x, work, None, [log] * mma_sm90.FRAGMENT_ROWS)
-                rings, tile, place = self.follow_on(x, rings, buffers)
+                rings, tile, count, place = self.follow_on(x, rings, buffers)
         if const_expr(self.opens_early):
             warpgroup.wait_group(0)  # the S that nobody needs
 
     @cute.jit
     def follow_on(self, x: Operands, rings, buffers: Buffers):
-        """The number and the place of the next tile (under a mask its own header has the place)."""
+        """The number, visits and place of the next tile, as far as its header has them."""
         with rings.next.drain() as following:
-            tile = buffers.next[0, following.index]
+            tile, count = (buffers.next[word, following.index] for word in (0, COUNT))
             place = Place.told(buffers.next[None, following.index])
-        return rings, tile, place
-
-    def open(self, x: Operands, rings, f: Fragments, s: cute.Tensor, tile: Int32) -> None:
-        """Issue the first S of ``tile``, the next to be taken; does not wait for it.
-
-        If there is no such tile, S of what lies in the slots, for nobody: ptxas would have a branch
-        round the product wait for it.
-        """
-        there = tile < x.tiles.count
-        indices = [ring.await_next(there) for ring in (rings.q, rings.k)]
-        q, k = (
-            part[None, None, None, cute.arch.make_warp_uniform(index)]
-            for part, index in zip((f.q, f.k), indices, strict=True)
-        )
-        mma_sm90.gemm(x.qk, s, q, k, clear=True)
+        return rings, tile, count, place
 
     def modifiers(self, x: Operands, buffers: Buffers, group: Int32) -> Mods:
         """The plan's mods for this warpgroup, with its part of the scratch and its own barrier."""
-        graphs, words, scratch = (self.plan.score_mod, self.plan.mask_mod), self.scratch_words, None
+        words, scratch = self.scratch_words, None
         if sum(words):
             own = buffers.scratch + group * sum(words)
             scratch = score.Scratch(own, self.own_barrier(group), self.rolling)
-        return modifiers.of(graphs, x.extra or Extra(), x.scale, self.fragment, scratch)
+        return modifiers.of(self.graphs, x.extra or Extra(), x.scale, self.fragment, scratch)
 
     def sink(self, x: Operands, place: Place) -> Float32 | None:
         """The logit that the head adds to every row's softmax, or None."""
@@ -359,6 +375,10 @@ class FwdSm90(Loads):
         if const_expr(not self.opens_early):
             s = self.issue_scores(body, k)
         block, whole = Visit.of(body.notes[k.index]) if self.walk.noted else (walk.last, None)
+        if const_expr(self.walk.noted and self.opens_early):
+            # A tile that sees nothing has one block, hidden as past the last key.
+            past = cute.ceil_div(x.bounds.seqlen_k, self.config.tile_n)
+            block = cutlass.select_(walk > 0, block, past)
         bias = self.take_bias(rings)
         blocks = self.enter_block(body, mods, block, bias)
         warpgroup.wait_group(0)
@@ -389,23 +409,23 @@ class FwdSm90(Loads):
         v = rings.v.take()
         self.add_values(x, f, v)
         if const_expr(self.opens_early):
-            rings, tile, place = self.follow_on(x, rings, buffers)
+            rings, tile, count, place = self.follow_on(x, rings, buffers)
             self.open(x, rings, f, s, tile)
         warpgroup.wait_group(1 if self.opens_early else 0)
         v.release()
         o_view, sink = mma_sm90.rows_and_columns(f.o), self.sink(x, work.place)
         logs = softmax.finish(o_view, state, self.exponent(body), sink)
-        self.store(x, work, f.o, logs)
+        self.store(x, work, (f.o, buffers.staging), logs)
         if const_expr(self.opens_early):
-            return rings, tile, place
+            return rings, tile, count, place
         return rings
 
     @cute.jit
     def sweep(self, body: Sweep, rings, begin: Int32, end: Int32, edge: cutlass.Constexpr):
         """Blocks ``end - 1`` down to ``begin``; ``edge``: bounds cut them, and from the right."""
-        bounds, right = edge
+        (bounds, right), exact = edge, self.walk.exact is not None
         for i in cutlass.range(end - begin, unroll=1):
-            rings, _ = self.step(body, rings, end - 1 - i, (bounds, True, right))
+            rings, _ = self.step(body, rings, end - 1 - i, (bounds or exact, True, right))
         return rings
 
     @cute.jit
@@ -415,7 +435,8 @@ class FwdSm90(Loads):
             if whole != 0:
                 rings, whole = self.step(body, rings, None, (False, False, False))
             else:
-                rings, whole = self.step(body, rings, None, (self.walk.cut, True, True))
+                cut = self.walk.cut or self.walk.exact is not None
+                rings, whole = self.step(body, rings, None, (cut, True, True))
         return rings
 
     @cute.jit
@@ -518,17 +539,20 @@ class FwdSm90(Loads):
 
     def bound(self, body: Sweep, s: cute.Tensor, first: Int32) -> None:
         """The bounds on keys ``first ...``; if the end of the keys is the only one, where it is."""
-        if self.walk.cut:
+        if self.walk.cut or self.walk.exact is not None:
             mask.apply(s, self.limits(body), first)
         else:
             with emit.where(first + self.config.tile_n > body.x.bounds.seqlen_k):
                 mask.apply(s, self.limits(body), first)
 
-    def limits(self, body: Sweep) -> mask.Limits:
+    def limits(self, body: Sweep) -> list[mask.Limits]:
         """What this thread's rows see; told again at each edge (kept, d64 spilled 24 bytes)."""
         thread = mma_sm90.thread_again()
-        row = self.first_row(body.work) + mma_sm90.row_of(thread)
-        return mask.limits(body.x.bounds, row, 2 * (thread % 4), self.walk.group)
+        row, column = self.first_row(body.work) + mma_sm90.row_of(thread), 2 * (thread % 4)
+        limits = mask.limits(body.x.bounds, row, column, self.walk.group)
+        if self.walk.exact is None:
+            return [limits]
+        return mask.shown_by(self.walk.exact, limits, row, column)
 
     def first_row(self, work: Work) -> Int32:
         """The first row of a warpgroup's 64."""
@@ -540,49 +564,11 @@ class FwdSm90(Loads):
         natural = body.x.scale if rows is None else rows.tile.mod.gain
         return Float32(natural * softmax.LOG2_E)
 
-    def issue_scores(self, body: Sweep, k: Any) -> cute.Tensor:
-        """Issue S = Q K^T of the slot ``k`` into a new accumulator; does not wait."""
-        x, f = body.x, body.f
-        s = self.scores(x)
-        q_stage = f.q[None, None, None, self.uniform(body.q.index)]
-        k_stage = f.k[None, None, None, self.uniform(k.index)]
-        mma_sm90.gemm(x.qk, s, q_stage, k_stage, clear=True)
-        return s
+    def store(self, x: Operands, work: Work, o: tuple | None, logs: list) -> None:
+        """Round O (None: zeros) and write it with its LSE, but no row past the last query.
 
-    def scores(self, x: Operands) -> cute.Tensor:
-        """An accumulator of S."""
-        shape = x.qk.partition_shape_C((self.config.tile_m, self.config.tile_n))
-        return cute.make_rmem_tensor(shape, Float32)
-
-    def add_values(self, x: Operands, f: Fragments, v: Any) -> None:
-        """Issue O += P V of the slot ``v``; does not wait."""
-        v_stage = f.v[None, None, None, self.uniform(v.index)]
-        mma_sm90.gemm(x.pv, f.o, f.p, v_stage, clear=False)
-
-    def uniform(self, index: Int32) -> Int32:
-        """A slot's index, beside a mod said to be the same in all of a warp.
-
-        ptxas then keeps wgmma's descriptors in uniform registers there as well: 40 instructions a
-        block less, ALiBi and T5 + 2 to 3 %.
+        ``o``: the accumulator, and the address of memory to stage it in, or None.
         """
-        modified = self.plan.score_mod is not None or self.plan.mask_mod is not None
-        return cute.arch.make_warp_uniform(index) if modified else index
-
-    def fragments(self, x: Operands, buffers: Buffers, group: Int32) -> Fragments:
-        """Descriptors of Q, K and V for this warpgroup; registers of P and O."""
-        c, plan = self.config, self.plan
-        qk, pv = (mma.get_slice(group * WARPGROUP) for mma in (x.qk, x.pv))
-        v = mma_sm90.transposed(buffers.v)
-        return Fragments(
-            q=qk.make_fragment_A(qk.partition_A(buffers.q)),
-            k=qk.make_fragment_B(qk.partition_B(buffers.k)),
-            v=pv.make_fragment_B(pv.partition_B(v)),
-            p=mma_sm90.operand_like(x.pv, self.p_shape),
-            o=cute.make_rmem_tensor(x.pv.partition_shape_C((c.tile_m, plan.width_v)), Float32),
-        )
-
-    def store(self, x: Operands, work: Work, o: cute.Tensor | None, logs: list) -> None:
-        """Round O (None: zeros) and write it with its LSE, but no row past the last query."""
         place, rows = work.place, x.rows
         # Told again: kept through a tile it is one register too many (d64 spilled 8 bytes).
         row = self.first_row(work) + mma_sm90.row_of(mma_sm90.thread_again())
@@ -590,8 +576,15 @@ class FwdSm90(Loads):
         if o is None:
             epilogue.store_zeros(self.plan.width_v, g_out, row, rows)
         else:
+            o, staging = o
             rounded = cute.make_rmem_tensor(o.layout, self.dtype)
             mma_sm90.convert(o, rounded)
-            epilogue.store_rows(rounded, g_out, row, rows)
+            if const_expr(staging is None):
+                epilogue.store_rows(rounded, g_out, row, rows)
+            else:
+                warp = mma_sm90.warp_again() - 4  # the first four load
+                first = place.block * self.config.tile_m + staged.ROWS * warp
+                own = staging + warp * staged.WARP_BYTES
+                staged.store_rows(rounded, g_out, (first, rows), own)
         if const_expr(x.lse is not None):
             epilogue.store_lse(logs, x.lse[place.batch, place.head, None], row, rows)
