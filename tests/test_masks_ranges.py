@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from fa_cute import variants
 from fa_cute.mods import affine, ranges, trace_mask_mod
-from fa_cute.mods.affine import input_graphs, ranges_of
+from fa_cute.mods.affine import exact_ranges, input_graphs, ranges_of
 from fa_cute.mods.emit_torch import emit
-from fa_cute.mods.ranges import LARGEST_INPUT, Run, clipped, runs
+from fa_cute.mods.ranges import LARGEST_INPUT, Run, clipped, runs, term_bounds
 from fa_cute.mods.trace import Traced
 from fa_cute.spans import Bounds, kv_spans
 
@@ -182,6 +182,33 @@ TILES = st.tuples(st.sampled_from([1, 8, 16, 40]), st.sampled_from([1, 8, 13, 32
 @given(st.recursive(_atoms(), _joined, max_leaves=3), SIZES, TILES)
 def test_runs_are_sound(mask: Callable, lengths: tuple[int, int], tile: tuple[int, int]) -> None:
     check(mask, lengths, tile)
+
+
+@QUICK
+@given(_joined(_atoms()), st.tuples(st.integers(1, SIZE), st.integers(1, SIZE)))
+def test_exact_ranges_are_all_that_a_row_sees(mask: Callable, lengths: tuple[int, int]) -> None:
+    """A kernel hides by them, row by row, and does not evaluate such a mask."""
+    traced = trace_mask_mod(mask)
+    found = exact_ranges(traced.graph)
+    if found is None:
+        return
+    seen = emit(*traced, **leaves(0, 0, *lengths)).expand(lengths)
+    for q in range(lengths[0]):
+        terms = term_bounds(found, (), q, q)
+        assert all(low == high for low, high in terms), "a row's terms are numbers"
+        shown = torch.zeros(lengths[1], dtype=torch.bool)
+        for first, last in found.ranges:
+            shown[max(terms[first][0], 0) : max(terms[last][1] + 1, 0)] = True
+        assert torch.equal(shown, seen[q]), q
+
+
+def test_the_gallery_has_exact_ranges() -> None:
+    shape = variants.Shape()
+    names = ("causal", "sliding_window", "streaming_llm", "longformer", "chunked", "block_causal")
+    for name, variant in variants.ALL.items():
+        mask = variant.build("meta", shape).get("mask_mod")
+        found = mask and exact_ranges(trace_mask_mod(mask).graph)
+        assert bool(found) == (name in names), name
 
 
 def test_unsound_arithmetic_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

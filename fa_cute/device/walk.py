@@ -14,9 +14,8 @@ from cutlass import Int32
 from fa_cute.device.fragment import Fragment
 from fa_cute.device.scheduler import BLOCK, Place, Tiles, section_of
 from fa_cute.device.visits import INT32, ListVisits, RangeVisits, SpanVisits, ranges_at
-from fa_cute.mods.affine import ranges_of
-from fa_cute.mods.graph import Graph
-from fa_cute.mods.ranges import Ranges, reached, shrinking
+from fa_cute.mods.affine import exact_ranges, ranges_of
+from fa_cute.mods.ranges import reached, shrinking
 from fa_cute.mods.shown import visible_graph
 from fa_cute.mods.tiles import shared_by
 from fa_cute.plan import Extra, Io, Plan
@@ -44,14 +43,6 @@ def side_of(spans: KvSpans, side: Int32) -> tuple[Int32, Int32, Int32]:
     )
 
 
-def exact_ranges(mask: Graph | None) -> Ranges | None:
-    """The ranges that are all that ``mask`` shows, from lengths alone; or None."""
-    found = None if mask is None else ranges_of(mask)
-    if found is None or found.inputs or not all(found.exact):
-        return None
-    return found
-
-
 class Walk:
     """The walk of one plan; ``fragment``: a thread's part of S, for what masks capture.
 
@@ -74,7 +65,7 @@ class Walk:
         self.batches_inside = "b" in shared and "h" not in shared and plan.gqa_ratio == 1
         mask = visible_graph(plan.score_mod, plan.mask_mod)
         self.hides = mask is not None
-        self.exact = exact_ranges(plan.mask_mod)
+        self.exact = None if plan.mask_mod is None else exact_ranges(plan.mask_mod)
         self.first_longest = plan.visits == "ranges" and shrinking(ranges_of(mask))
         self.group, self.ratio = (plan.gqa_ratio, 1) if plan.config.packed else (1, plan.gqa_ratio)
 

@@ -77,6 +77,14 @@ def ranges_of(graph: Graph) -> Ranges | None:
     return finder.used_by(ranges, tuple(piece.exact for piece in pieces))
 
 
+def exact_ranges(graph: Graph) -> Ranges | None:
+    """The ranges that are all that the mask_mod ``graph`` shows, from lengths alone; or None."""
+    found = ranges_of(graph)
+    if found is None or not found.ranges or found.inputs or not all(found.exact):
+        return None
+    return found
+
+
 def input_graphs(graph: Graph) -> tuple[Graph, ...]:
     """For each of the ``inputs`` of ``ranges_of(graph)`` a graph that computes it.
 
