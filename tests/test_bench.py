@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench import backward, compile_time, instructions, masks, peers, plots
+from bench import backward, compile_time, instructions, masks, peers, plots, turns
 from bench.attention import summary
 from bench.cases import VARIANTS, Case
 from bench.priming import dealt
@@ -242,3 +242,11 @@ def test_loops_of_a_disassembly() -> None:
     assert instructions.count(code) == {"all": 15, "ex2": 5, **kinds}
     inner = {"all": 13, "ex2": 4, **kinds, "late": 2}
     assert instructions.loops(code) == {"softmax": inner}
+
+
+def test_tiles_that_go_up_do_not_wait() -> None:
+    """By two heads side by side, under causal: the n-th tile of a head waits n turns going down."""
+    model = turns.Model(Bounds(2048, 2048, None, 0), heads=16, ctas=32)
+    free = turns.duration(model, "down", 2, turns=False)
+    took = {order: turns.duration(model, order, 2) for order in turns.ORDERS}
+    assert took["mixed"] < 1.05 * free and took["up"] < 1.15 * free and took["down"] > 1.3 * free
