@@ -187,7 +187,8 @@ class BwdSm90(KeyLoads):
         # causal 639 and 636), but of 128 queries P, its rounded copy and dP pass the registers:
         # then dV waits for dS. Likewise where a mod's gradient takes the scores beside P and dP: a
         # learned factor spilled 112 bytes at d128, its wgmmas serialised; so 44, and none is.
-        of_scores = not self.config.wide and reads_scores(plan.score_mod)
+        # At d64 all fits.
+        of_scores = plan.width > 64 and not self.config.wide and reads_scores(plan.score_mod)
         self.late = self.config.own_queries > 64 or of_scores
         # S of the next block behind dK: d128, S8k, full 618 to 635 TFLOP/s, causal 586 to 612. Of Q
         # two slots are held then.
