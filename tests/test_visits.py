@@ -11,10 +11,12 @@ import pytest
 import torch
 from fa_cute.variants.document import document
 from fa_cute.variants.longformer import longformer
+from torch.nn.attention.flex_attention import create_block_mask
 
 import fa_cute
 from fa_cute import configuration
 from fa_cute.configuration import Configuration
+from fa_cute.host import given_mask
 from fa_cute.host.backward import plans_of
 from fa_cute.host.planning import Mods, make_plan
 from fa_cute.host.problem import Problem
@@ -211,3 +213,19 @@ def test_one_body_with_a_branch_keeps_its_registers(listed: bool) -> None:
     kernel = fa_cute.compile(**STATIC, mask_mod=mask, causal=True, block_lists=listed)
     assert kernel.plan.visits == ("lists" if listed else "ranges")
     assert kernel.resources.spill_bytes == 0 and kernel.resources.serialised == 0
+
+
+def test_lists_have_an_entry_behind_the_last() -> None:
+    """A kernel reads it for a tile that sees nothing, also where no tile of the mask does."""
+
+    def apart(b, h, q, kv):
+        return DOCUMENTS[b, q] == DOCUMENTS[b, kv] + 100
+
+    hidden = fa_cute.plan_mask(apart, 2, None, 1024, 1024)
+    some = fa_cute.plan_mask(document(DOCUMENTS), 2, None, 1024, 1024)
+    of_flex = create_block_mask(apart, 2, None, 1024, 1024, device="cpu")
+    q = torch.zeros(2, 1024, 4, 128)
+    for blocks in (hidden, some, given_mask.as_mask_mod(of_flex, q, q, q)):
+        for lists in (blocks.by_query, blocks.by_key):
+            assert len(lists.entries) > int(lists.offsets[-1])
+    assert hidden.counts().empty == 2 * 8 * hidden.key_tiles

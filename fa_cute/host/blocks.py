@@ -55,7 +55,8 @@ class BlockLists:
     """Kept blocks, a list after the other. List i is ``entries[offsets[i] : offsets[i + 1]]``.
 
     ``offsets`` int32 ``(lists + 1,)``; ``entries`` int32, each ``2 * block + full``, where a full
-    block needs no mask. ``entries`` may go on past the last list.
+    block needs no mask. ``entries`` goes on past the last list, by one at least: a kernel reads
+    behind a list that is empty, and torch gives a tensor without elements no address.
     """
 
     offsets: Tensor
@@ -267,7 +268,7 @@ def _lists(grids: list[_Grid]) -> tuple[BlockLists, BlockLists]:
 def _nothing(lists: int, device: torch.device) -> BlockLists:
     """So many empty lists."""
     empty = {"dtype": torch.int32, "device": device}
-    return BlockLists(torch.zeros(lists + 1, **empty), torch.empty(0, **empty))
+    return BlockLists(torch.zeros(lists + 1, **empty), torch.zeros(1, **empty))
 
 
 def _device_of(traced: Traced, device: torch.device | str | None) -> torch.device:
@@ -407,7 +408,7 @@ class _Grid:
         target = torch.where(kept, before[:-1], len(kept)).long()
         packed = torch.zeros(len(kept) + 1, dtype=torch.int32, device=device)
         packed.scatter_(0, target, entries.int())
-        return BlockLists(offsets, packed[:-1])
+        return BlockLists(offsets, packed)
 
 
 def _compact(chosen: Tensor, count: int) -> Tensor:

@@ -99,4 +99,4 @@ def _listed(kinds: Tensor) -> BlockLists:
     words = (2 * blocks + (kinds == FULL)).flatten().int()
     place = torch.where(kept, kept.cumsum(0) - 1, len(kept))
     entries = torch.zeros(len(kept) + 1, dtype=torch.int32, device=kinds.device)
-    return BlockLists(offsets, entries.scatter_(0, place, words)[:-1])
+    return BlockLists(offsets, entries.scatter_(0, place, words))
