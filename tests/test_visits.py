@@ -81,6 +81,14 @@ def test_lists_as_a_kernel_reads_them() -> None:
         assert lists.order[b, 0].tolist() == in_bins
 
 
+def test_lists_of_nothing_have_an_entry_to_be_read() -> None:
+    """A forward's producer reads one for a tile that sees nothing, before consumers hide it."""
+    never = torch.full((256,), -1)
+    blocks = fa_cute.plan_mask(lambda b, h, q, kv: kv < never[q], 1, None, 256, 256)
+    lists = blocks.lists_for(1, 2)
+    assert torch.equal(lists.begin, lists.end) and len(lists.entries) >= 1
+
+
 def test_lists_by_key_as_a_backward_reads_them() -> None:
     """Of the backward's tile; a key head's tiles in bins of the length of its heads' lists."""
     mask = lambda b, h, q, kv: (q - kv).abs() <= 100 * (h + 1)  # noqa: E731

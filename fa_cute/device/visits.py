@@ -151,7 +151,8 @@ class ListVisits:
             last = first + count_from(lists.entries, (first, end), within.begin)
             first = first + count_from(lists.entries, (first, end), within.end)
             end = last
-        own = cute.domain_offset((first,), lists.entries)  # a register less than an index
+        # A register less than an index. Where the list is empty, some entry that there is.
+        own = cute.domain_offset((cutlass.min(first, cute.size(lists.entries) - 1),), lists.entries)
         if turns is not None:
             turns = cute.domain_offset((first,), turns)
         return ListVisits(own, end - first, within, turns)
@@ -164,7 +165,7 @@ class ListVisits:
         return visit.inside(self.within)
 
     def at_least_one(self) -> ListVisits:
-        """As ``SpanVisits.at_least_one``: of the entry behind an empty list (one ends them all)."""
+        """As ``SpanVisits.at_least_one``: of an entry of some other list."""
         return replace(self, count=cutlass.max(self.count, 1))
 
     def following(self, index: Int32, _: Int32) -> Visit:
