@@ -87,10 +87,11 @@ def opens_early(plan: Plan) -> bool:
     If its Q has a slot of its own. Beside a mask the producer finds the next tile's visits while it
     loads this one's: with 40 registers, those of three ranges, or of two and bounds. d128 S1k
     causal 528 -> 542 TFLOP/s, a window 581 -> 601, masks 2 to 6 % less time; d64 full with lse,
-    whose registers are all in use, 548 -> 518. Beside a score_mod alone nothing is gained.
+    whose registers are all in use, 548 -> 518. Beside a score_mod nothing is gained, and with a
+    mask, bounds, sinks and lse as well 12 bytes spilled.
     """
     c = plan.config
-    if plan.bias is not None or c.q_stages == 1:
+    if plan.score_mod is not None or plan.bias is not None or c.q_stages == 1:
         return False
     cut = plan.causal or any(plan.window)
     if plan.visits == "ranges":
@@ -98,8 +99,7 @@ def opens_early(plan: Plan) -> bool:
         return c.producer_registers > 32 and len(found) + cut <= 3
     if plan.visits == "lists":
         return c.producer_registers > 32
-    bare = plan.score_mod is None and plan.mask_mod is None
-    return bare and (cut or not plan.return_lse)
+    return plan.mask_mod is None and (cut or not plan.return_lse)
 
 
 class Buffers(NamedTuple):
