@@ -340,7 +340,7 @@ def _cutlass_version(source: Path | None) -> str | None:
 
 def _facts(nvcc: str | None, source: Path | None) -> dict[str, Any]:
     versions = {"cutlass": _cutlass_version(source)}
-    for name in ("torch", "nvidia-cutlass-dsl", "apache-tvm-ffi"):
+    for name in ("torch", "nvidia-cutlass-dsl", "apache-tvm-ffi", "flash-attn-4"):
         try:
             versions[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
