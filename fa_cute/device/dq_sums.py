@@ -2,8 +2,8 @@
 
 The sums lie in the accumulators' order (``vectors.add_parts``). Either every thread adds its part,
 16 bytes a reduction, or all write theirs to shared memory, which one warp adds at once
-(``bulk.add``). In turn: a warp waits until the tiles before have added to a block, one or two
-blocks ahead of those who add; another gives the turn on when the L2 has what was added.
+(``bulk.add``). In turn: a warp waits until the tiles of lower keys have added to a block, one or
+two blocks ahead of the one that adds and gives the turn on.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class DqSums:
 
     @cute.jit
     def add(self, x: Any, rings, buffers: Buffers):
-        """Add what is handed on, tile after tile; in turn, if the plan says so, give turns on."""
+        """Add what is handed on, tile after tile, in turn if the plan says so."""
         tile, place = self.walk.first(x)
         while tile < x.tiles.count:
             rings = self._add(x, rings, buffers.dq, place)
@@ -68,16 +68,14 @@ class DqSums:
             block = self.walk.spans(x, own).end
             for j in cutlass.range(visits.count, unroll=1):
                 block = self.walk.following(visits, j, block).block
-                if const_expr(self.bulk and self.plan.in_turn):
+                if const_expr(self.plan.in_turn):
                     turn = rings.turn.take()
                 with rings.dq.drain() as slot:
-                    if const_expr(self.bulk):
-                        mine = dq[(*[None] * 4, slot.index)]
-                        with cute.arch.elect_one():
-                            bulk.add(mine, sums + Int64(block) * size, visible=self.plan.in_turn)
-                if const_expr(self.bulk and self.plan.in_turn):
-                    turn.release()
+                    mine = dq[(*[None] * 4, slot.index)]
+                    with cute.arch.elect_one():
+                        bulk.add(mine, sums + Int64(block) * size, visible=self.plan.in_turn)
                 if const_expr(self.plan.in_turn):
+                    turn.release()
                     turns.give(counters(x, own) + block)
         return rings
 
@@ -105,26 +103,15 @@ class DqSums:
 
 def in_bulk(plan: Plan) -> bool:
     """Whether dQ is added from shared memory, by a warp of its own."""
-    return plan.gradients[0] and plan.config.bulk
-
-
-def handed_on(plan: Plan) -> bool:
-    """Whether a warp takes over from the consumers: dQ, or what is left to do in turn."""
-    return in_bulk(plan) or plan.in_turn
+    return plan.gradients[0] and (plan.deterministic or plan.config.bulk)
 
 
 def rings(plan: Plan) -> tuple[RingSpec, ...]:
-    """What the warps of the kernel's tables ``load`` and ``math`` wait for about dQ.
-
-    Without ``bulk`` the consumers wait for turns, and dq tells that they have added.
-    """
-    bulk, fills = in_bulk(plan), 4 * plan.config.consumers
-    slots = plan.config.dq_slots if bulk else 2
+    """What the warps of the kernel's tables ``load`` and ``math`` wait for about dQ."""
+    slots, fills = plan.config.dq_slots, 4 * plan.config.consumers
     dq = RingSpec("dq", slots, 0, "math", "load", "until read", fills=fills, empties=1)
-    who, readers = ("load", 1) if bulk else ("math", fills)
-    why = "the sums are this tile's to add to"
-    turn = RingSpec("turn", 2, 0, "load", who, why, empties=readers)
-    return (dq,) * handed_on(plan) + (turn,) * plan.in_turn
+    turn = RingSpec("turn", 2, 0, "load", "load", "the sums are this tile's to add to", empties=1)
+    return (dq,) * in_bulk(plan) + (turn,) * plan.in_turn
 
 
 def counters(x: Any, place: Place) -> cute.Pointer:

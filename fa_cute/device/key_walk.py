@@ -1,7 +1,7 @@
 """The tiles of keys of a backward, and the blocks of queries that each visits.
 
 A ``KeyWalk`` is of a plan. Roles that must agree (who loads, who computes) ask the same one. Blocks
-are visited from the last to the first; but see ``KeyWalk.turned``.
+are visited from the last to the first.
 """
 
 from __future__ import annotations
@@ -16,22 +16,10 @@ from fa_cute.device.fragment import Fragment
 from fa_cute.device.mma_sm90 import ROWS
 from fa_cute.device.scheduler import Place, Tiles
 from fa_cute.device.visits import KeyRangeVisits, ListVisits, Visit, ranges_at
-from fa_cute.mods.shown import visible_graph
 from fa_cute.plan import BwdIo, Plan
 from fa_cute.spans import Arithmetic, QSpans, heads_together, q_spans, visible
 
 ARITHMETIC = Arithmetic(cutlass.min, cutlass.max)
-
-
-class Mirror(NamedTuple):
-    """The way of a tile through the blocks: number ``n`` of its spans is block base + sign * n."""
-
-    base: Int32
-    sign: Int32
-
-    def block(self, number: Int32) -> Int32:
-        """The block of that number, or the number of that block."""
-        return self.base + self.sign * number
 
 
 class Visits(NamedTuple):
@@ -42,16 +30,14 @@ class Visits(NamedTuple):
 
 
 class NumberedVisits(NamedTuple):
-    """Visits that bounds alone decide: ``count`` numbers from ``last`` down, of those blocks."""
+    """Visits that bounds alone decide: ``count`` blocks from ``last`` down."""
 
     last: Int32
     count: Int32
-    mirror: Mirror | None
 
     def following(self, index: Int32, _: Int32) -> Visit:
         """Visit number ``index``, below ``count``; whether it is whole the consumers know."""
-        number = self.last - index
-        return Visit(self.mirror.block(number) if self.mirror else number, Int32(0))
+        return Visit(self.last - index, Int32(0))
 
 
 class OwnSpans(NamedTuple):
@@ -75,13 +61,6 @@ class KeyWalk:
 
     ``noted``: the producer's words name the visits.
 
-    ``turned``: if deterministic, under a right bound alone, all sections of heads but the last take
-    their tiles from the last keys, their blocks from the first to the last: blocks are numbered
-    backwards (``mirror``). Tiles of neighbouring keys that begin together are then a tile apart at
-    each block, and none waits. From the first keys they begin at one block: the n-th of a head
-    waits n turns, of 1.3 blocks' time each, and all that follow are as late (S8k, d128: 0.84 of
-    plain). The last section ends the call, with short tiles.
-
     ``parted``: a right bound hides whole blocks of a tile from one of its warpgroups, 64 keys each.
     """
 
@@ -90,25 +69,21 @@ class KeyWalk:
         self.noted = plan.visits != "bounds"
         self.modified = plan.score_mod is not None or plan.mask_mod is not None
         self.cut = plan.causal or any(plan.window) or plan.deterministic or self.noted
-        right = plan.causal or plan.window[1]
-        # Under a mask all orders are one: what it leaves out changes no bit of dK and dV.
-        shown = visible_graph(plan.score_mod, plan.mask_mod) is None
-        # With these two a window's call of more tiles than SMs did not end (which, is not known).
-        alone = bool(right and not plan.window[0])
-        self.turned = bool(plan.deterministic and alone and shown and not self.noted)
-        self.two_edges = plan.window[0] or self.modified or self.turned
-        # Beside a mod it took registers: a learned slope spilled 76 bytes for 64.
-        self.parted = alone and not self.modified and self.config.tile_q < self.config.tile_kv
+        self.two_edges = plan.window[0] or self.modified
+        # Beside a mod it took registers: a learned slope spilled 76 bytes for 64. Under a window,
+        # and in turn, calls of more tiles than SMs did not end (why is not known).
+        alone = (plan.causal or plan.window[1]) and not (plan.window[0] or plan.in_turn)
+        smaller = self.config.tile_q < self.config.tile_kv
+        self.parted = bool(alone and smaller and not self.modified)
         # By their length lists would put a tile before others whose turns come first.
         self.sorted = plan.visits == "lists" and not plan.deterministic
 
     def number(self, io: BwdIo) -> Tiles:
         """The numbering of tiles."""
         batch, seqlen_k, heads = (io.k.shape[i] for i in range(3))
-        # In turn more heads side by side wait less: S8k causal 580 and, of 32 MB, 589; where all
-        # begin at one block, 517 and, of 64 MB, 564, full 590 and 605.
-        spread = (2 if self.turned else 4) if self.plan.in_turn else 1
-        room = self.plan.rows_together(spread)
+        # In turn all tiles of a head begin at one block, the n-th waits n turns: with more heads
+        # side by side less. Of 16 and 64 MB, d128 S8k causal 517 and 564 TFLOP/s, full 590 and 605.
+        room = self.plan.rows_together(4 if self.plan.in_turn else 1)
         section = Int32(heads_together(io.q.shape[1], room, ARITHMETIC))
         if self.sorted:
             # A few tiles may be far longer than the rest: those of all heads come first.
@@ -121,30 +96,8 @@ class KeyWalk:
         if self.sorted:
             order = x.extra.block_lists.order
             return place._replace(block=order[place.batch, place.head, place.block])
-        if not self.cut:
-            return place
         # Under causal, and as far as is known under a mask, most queries see the first keys.
-        block = x.tiles.blocks - 1 - place.block
-        if self.turned:
-            block = cutlass.select_(self.upward(x, place), place.block, block)
-        return place._replace(block=block)
-
-    def upward(self, x: Any, place: Place) -> Any:
-        """Whether the place is of a section that takes its blocks from the first to the last."""
-        tiles = x.tiles
-        row = place.batch * tiles.heads + place.head
-        return row < (tiles.rows - 1) // tiles.section * tiles.section
-
-    def mirror(self, x: Any, place: Place) -> Mirror | None:
-        """What the numbers of the spans at ``place`` stand for; None: for themselves."""
-        if not self.turned:
-            return None
-        up, last = self.upward(x, place), self.blocks(x) - 1
-        return Mirror(cutlass.select_(up, last, Int32(0)), cutlass.select_(up, Int32(-1), Int32(1)))
-
-    def blocks(self, x: Any) -> Int32:
-        """Blocks of queries."""
-        return cute.ceil_div(Int32(x.bounds.seqlen_q), self.config.tile_q)
+        return place._replace(block=x.tiles.blocks - 1 - place.block) if self.cut else place
 
     def first(self, x: Any) -> tuple[Int32, Place]:
         """The number and the place of the CTA's first tile."""
@@ -152,23 +105,15 @@ class KeyWalk:
         return number, self.place(x, number)
 
     def spans(self, x: Any, place: Place) -> QSpans:
-        """The blocks that causal and the window leave a tile, by number (``mirror``)."""
-        return self._numbered(x, place, place.block * self.config.tile_kv, self.config.tile_kv)
+        """The blocks that causal and the window leave a tile."""
+        return self._blocks_of(x, place.block * self.config.tile_kv, self.config.tile_kv)
 
     def own(self, x: Any, place: Place, spans: QSpans, first_key: Int32) -> OwnSpans:
         """Those of the tile's ``spans`` that a warpgroup's keys from ``first_key`` on see."""
         if not self.parted:
             return OwnSpans(*spans)
-        seen = self._numbered(x, place, first_key, ROWS)
+        seen = self._blocks_of(x, first_key, ROWS)
         return OwnSpans(*[cutlass.max(spans.begin, cutlass.min(n, spans.end)) for n in seen])
-
-    def _numbered(self, x: Any, place: Place, first: Int32, keys: int) -> QSpans:
-        spans = self._blocks_of(x, first, keys)
-        if not self.turned:
-            return spans
-        up, blocks = self.upward(x, place), self.blocks(x)
-        turned = [cutlass.select_(up, blocks - a, b) for a, b in zip(spans[::-1], spans)]
-        return QSpans(*turned)
 
     def _blocks_of(self, x: Any, first: Int32, keys: int) -> QSpans:
         """The blocks that see some of the ``keys`` from ``first`` on."""
@@ -191,8 +136,7 @@ class KeyWalk:
             at = place.block, (x.bounds.seqlen_q, x.bounds.seqlen_k)
             provider = KeyRangeVisits(*ranges, at, (c.tile_q, c.tile_kv), spans)
         else:
-            count = spans.end - spans.begin
-            provider = NumberedVisits(spans.end - 1, count, self.mirror(x, place))
+            provider = NumberedVisits(spans.end - 1, spans.end - spans.begin)
         return Visits(provider, provider.count)
 
     def following(self, visits: Visits, index: Int32, previous: Int32) -> Visit:
@@ -202,13 +146,9 @@ class KeyWalk:
     def turn(self, x: Any, place: Place, visits: Visits, index: Int32, block: Int32) -> Int32:
         """How many tiles of keys before this one visit the ``block`` that is visit ``index``."""
         c, first = self.config, Int32(0)
-        keys = visible(x.bounds, block * c.tile_q, (block + 1) * c.tile_q, ARITHMETIC)
         if x.bounds.left is not None:
-            first = cutlass.max(keys[0], Int32(0)) // c.tile_kv
+            keys, _ = visible(x.bounds, block * c.tile_q, (block + 1) * c.tile_q, ARITHMETIC)
+            first = cutlass.max(keys, Int32(0)) // c.tile_kv
         if self.noted:
             return visits.provider.before(index, block, (first, place.block))
-        before = place.block - first
-        if self.turned:
-            after = cute.ceil_div(Int32(keys[1]), c.tile_kv) - 1 - place.block
-            before = cutlass.select_(self.upward(x, place), after, before)
-        return before
+        return place.block - first

@@ -35,10 +35,10 @@ room (wide) or this is faster (d64). Query heads of a key head follow each other
 and dV are sums in registers.
 
 Deterministic: a block of queries counts the tiles of keys that have added to it; each waits for
-those drawn before it, which run or are done: none waits for ever. In which order that is, so that
-hardly any waits: ``KeyWalk.turned``. One warp waits for turns, up to two blocks ahead, and another
-gives them on when the L2 has the block: their round trips pass beside the consumers' work. Where
-dQ is added from registers the consumers take the turns of the first, and tell the second.
+those of lower keys, which were drawn before it and run or are done: none waits for ever.
+Blocks are visited from the last to the first, so that under a causal bound tile n is at each block
+one step, not two, behind tile n - 1. One warp waits for turns, up to two blocks ahead, the one that
+adds gives them on when the L2 has the block: their round trips pass beside the consumers' work.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ from fa_cute.device import (
 )
 from fa_cute.device.bounds import bounds_of
 from fa_cute.device.key_loads import KeyLoads
-from fa_cute.device.key_walk import KeyWalk, Mirror, OwnSpans
+from fa_cute.device.key_walk import KeyWalk, OwnSpans
 from fa_cute.device.modifiers import Mods
 from fa_cute.device.operand import TmaOperand, tma_operand
 from fa_cute.device.products import Buffers, Fragments, Mmas, Products
@@ -157,13 +157,8 @@ class Sweep:
     work: Work
     head: Int32
     c: Float32
-    mirror: Mirror | None
     s: cute.Tensor
     lowest: Int32
-
-    def block(self, number: Int32) -> Int32:
-        """The block of that number of the tile's spans."""
-        return number if self.mirror is None else self.mirror.block(number)
 
 
 class BwdSm90(KeyLoads):
@@ -193,7 +188,8 @@ class BwdSm90(KeyLoads):
         # S of the next block behind dK: d128, S8k, full 618 to 635 TFLOP/s, causal 586 to 612. Of Q
         # two slots are held then.
         modified = plan.score_mod is not None or plan.mask_mod is not None
-        self.ahead = all(plan.gradients) and not modified and self.config.stages > 1
+        ahead = all(plan.gradients) and not modified and not plan.in_turn
+        self.ahead = ahead and self.config.stages > 1
         many = self.config.own_queries > 64
         self.early = many or self.ahead or (self.config.wide and plan.score_mod is None)
         # A mod needs registers of its own: a learned T5 table spilled 184 bytes at d128, now none.
@@ -244,9 +240,9 @@ class BwdSm90(KeyLoads):
             if warp == 0:
                 filled = dict.fromkeys((*LOADED, "next"), "producer")
                 self.load(x, self.topology.rings_from(storage, **filled), buffers)
-            if const_expr(dq_sums.handed_on(self.plan)):
+            if const_expr(self.bulk):
                 if warp == 1:
-                    read = ("next", "dq", "turn")[: 2 + (self.bulk and self.plan.in_turn)]
+                    read = ("next", "dq", "turn")[: 2 + self.plan.in_turn]
                     sides = dict.fromkeys(read, "consumer")
                     self.sums.add(x, self.topology.rings_from(storage, **sides), buffers)
             if const_expr(self.plan.in_turn):
@@ -264,10 +260,8 @@ class BwdSm90(KeyLoads):
     def rings_of_math(self, storage: Any) -> Any:
         """The rings of the consumers; of dQ they are the producers."""
         sides = dict.fromkeys((*LOADED, "next"), "consumer")
-        if dq_sums.handed_on(self.plan):
+        if self.bulk:
             sides["dq"] = "producer"
-        if self.plan.in_turn and not self.bulk:
-            sides["turn"] = "consumer"
         return self.topology.rings_from(storage, **sides)
 
     def allocate(self, x: Operands) -> tuple[Any, Buffers]:
@@ -322,8 +316,7 @@ class BwdSm90(KeyLoads):
             for i in cutlass.range(self.plan.gqa_ratio, unroll=1):
                 head = place.head * self.plan.gqa_ratio + i
                 rows = modifiers.enter(mods, (place.batch, head), first_key)
-                mirror = self.walk.mirror(x, place)
-                body = Sweep(x, buffers, f, rows, work, head, c, mirror, s, own.own_begin)
+                body = Sweep(x, buffers, f, rows, work, head, c, s, own.own_begin)
                 if const_expr(self.walk.noted):
                     count = self.walk.visits(x, place._replace(head=head)).count
                     rings = self.sweep(body, rings, Int32(0), count, None)
@@ -365,20 +358,16 @@ class BwdSm90(KeyLoads):
 
         Without a left bound the first of them are seen whole.
         """
-        if const_expr(self.walk.two_edges and self.walk.parted):
-            rings = self.pass_by(body, rings, own.own_end, spans.end)
         if const_expr(self.ahead):
             self.open(rings, body, own.own_end > own.own_begin)
             warpgroup.wait_group(0)
-        if const_expr(self.walk.two_edges and not self.walk.turned):
-            # The edges are turns of one traced body: ptxas - 30 %. Mirrored, d64 spilled 32 bytes.
+        if const_expr(self.walk.two_edges):
+            # The edges are turns of one traced body: ptxas - 30 %.
             for turn in cutlass.range(2, unroll=1):
                 begin, whole, end = own.turn(turn != 0)
                 rings = self.sweep(body, rings, begin, end, True)
                 rings = self.sweep(body, rings, own.own_middle_begin, whole, False)
         else:
-            if const_expr(self.walk.two_edges):
-                rings = self.sweep(body, rings, own.own_middle_end, own.own_end, True)
             rings = self.sweep(body, rings, own.own_middle_begin, own.own_middle_end, False)
             rings = self.sweep(body, rings, own.own_begin, own.own_middle_begin, True)
         if const_expr(self.walk.parted):
@@ -401,7 +390,7 @@ class BwdSm90(KeyLoads):
             if const_expr(of_q):
                 dq = self.products.dq(f, q.index)
                 warpgroup.wait_group(0)
-                self.put_dq(body, rings, dq, body.block(end - 1 - i))
+                self.put_dq(body, rings, dq, end - 1 - i)
             q.release()
         return rings
 
@@ -421,7 +410,7 @@ class BwdSm90(KeyLoads):
             if const_expr(edge is None):
                 visit = Visit.of(body.buffers.notes[q.index])
             else:
-                visit = Visit(body.block(end - 1 - i), Int32(not edge))
+                visit = Visit(end - 1 - i, Int32(not edge))
             block = visit.block
             s = body.s
             if const_expr(not self.ahead):
@@ -562,12 +551,6 @@ class BwdSm90(KeyLoads):
                 self.sums.hand_on(body.buffers.dq[(*[None] * 4, slot.index)], body.work, dq)
             return
         sums = body.x.io.sums[body.work.place.batch, body.head, 0, None]
-        if self.plan.in_turn:
-            with rings.turn.drain():
-                self.sums.add_own(sums, body.work, dq, block)
-            with rings.dq.fill():
-                pass
-            return
         self.sums.add_own(sums, body.work, dq, block)
 
     def store(self, x: Operands, work: Work, f: Fragments) -> None:
