@@ -48,12 +48,13 @@ class OwnSpans(NamedTuple):
     own_middle_end: Int32
     own_end: Int32
 
-    def turn(self, low: Any) -> list[Int32]:
-        """Where the upper edge begins, and the whole blocks and it end; ``low``: the lower edge,
-        and none whole."""
-        upper = self.own_middle_end, self.own_middle_end, self.own_end
-        lower = self.own_begin, self.own_middle_begin, self.own_middle_begin
-        return [cutlass.select_(low, a, b) for a, b in zip(lower, upper, strict=True)]
+
+def edge_of(own: OwnSpans, low: Any) -> list[Int32]:
+    """Where the upper edge begins, and the whole blocks and it end; ``low``: the lower edge, and
+    none whole. Not a method: a loop would carry the spans, unnamed."""
+    upper = own.own_middle_end, own.own_middle_end, own.own_end
+    lower = own.own_begin, own.own_middle_begin, own.own_middle_begin
+    return [cutlass.select_(low, a, b) for a, b in zip(lower, upper, strict=True)]
 
 
 class KeyWalk:

@@ -67,7 +67,7 @@ from fa_cute.device import (
 )
 from fa_cute.device.bounds import bounds_of
 from fa_cute.device.key_loads import KeyLoads
-from fa_cute.device.key_walk import KeyWalk, OwnSpans
+from fa_cute.device.key_walk import KeyWalk, OwnSpans, edge_of
 from fa_cute.device.modifiers import Mods
 from fa_cute.device.operand import TmaOperand, tma_operand
 from fa_cute.device.products import Buffers, Fragments, Mmas, Products
@@ -364,7 +364,7 @@ class BwdSm90(KeyLoads):
         if const_expr(self.walk.two_edges):
             # The edges are turns of one traced body: ptxas - 30 %.
             for turn in cutlass.range(2, unroll=1):
-                begin, whole, end = own.turn(turn != 0)
+                begin, whole, end = edge_of(own, turn != 0)
                 rings = self.sweep(body, rings, begin, end, True)
                 rings = self.sweep(body, rings, own.own_middle_begin, whole, False)
         else:
