@@ -35,7 +35,8 @@ room (wide) or this is faster (d64). Query heads of a key head follow each other
 and dV are sums in registers.
 
 Deterministic: a block of queries counts the tiles of keys that have added to it; each waits for
-those of lower keys, which were drawn before it and run or are done: none waits for ever.
+those of lower keys. It has a CTA a tile (``host/backward.py``), which begin in the order of the
+tiles: whoever is waited for runs or is done, and none waits for ever.
 Blocks are visited from the last to the first, so that under a causal bound tile n is at each block
 one step, not two, behind tile n - 1. One warp waits for turns, up to two blocks ahead, the one that
 adds gives them on when the L2 has the block: their round trips pass beside the consumers' work.
