@@ -299,48 +299,40 @@ def test_a_row_of_a_box_is_read_in_vectors(row: configs.Row) -> None:
     assert seen == Counter(range(0, 2 * 128 * width * size, 16))
 
 
-@pytest.mark.compile
-@pytest.mark.parametrize("target", ["sm_100a", "sm_103a"])
-@pytest.mark.parametrize("row", configs.FWD_SM100_BIASED, ids=lambda row: str(row.head_dims))
-def test_no_row_of_blackwell_spills(row: configs.Row, target: str) -> None:
-    """As below: fp16, bounds on both sides, sinks, lse."""
-    dtype = getattr(torch, row.dtype or "bfloat16")
-    bias = table(H, S, S, dtype=dtype)
+def for_most_work(row: configs.Row, score_mod: Any, target: str) -> Any:
+    """The row's kernel for the most work: fp16, bounds on both sides, sinks, lse."""
     kernel = fa_cute.compile(
         head_dim=row.head_dims[0],
         head_dim_v=row.head_dims[1],
         dtype="float16",
         causal=True,
         window=(True, False),
-        score_mod=lambda score, b, h, q, kv: score + bias[h, q, kv],
+        score_mod=score_mod,
         return_lse=True,
         sinks=True,
         target=target,
     )
-    emulated = row.config.emulated if target == "sm_100a" else 0
-    assert kernel.plan.config == replace(row.config, emulated=emulated) and kernel.plan.bias == 0
+    assert kernel.plan.bias == 0
     assert kernel.resources.spill_bytes == 0
     assert kernel.resources.shared_memory <= SHARED_MEMORY_LIMIT
+    return kernel
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("target", ["sm_100a", "sm_103a"])
+@pytest.mark.parametrize("row", configs.FWD_SM100_BIASED, ids=lambda row: str(row.head_dims))
+def test_no_row_of_blackwell_spills(row: configs.Row, target: str) -> None:
+    bias = table(H, S, S, dtype=getattr(torch, row.dtype or "bfloat16"))
+    kernel = for_most_work(row, lambda score, b, h, q, kv: score + bias[h, q, kv], target)
+    emulated = row.config.emulated if target == "sm_100a" else 0
+    assert kernel.plan.config == replace(row.config, emulated=emulated)
 
 
 @pytest.mark.compile
 @pytest.mark.parametrize("row", configs.FWD_SM90_BIASED, ids=lambda row: str(row.head_dims))
 def test_no_row_spills_or_serialises(row: configs.Row) -> None:
-    """Each row's kernel for the most work: fp16, bounds on both sides, sinks, lse."""
-    kernel = fa_cute.compile(
-        head_dim=row.head_dims[0],
-        head_dim_v=row.head_dims[1],
-        dtype="float16",
-        causal=True,
-        window=(True, False),
-        score_mod=lambda score, b, h, q, kv: score + by_head[h, q, kv],
-        return_lse=True,
-        sinks=True,
-        target="sm_90a",
-    )
-    assert kernel.plan.config == row.config and kernel.plan.bias == 0
-    assert kernel.resources.spill_bytes == 0 and kernel.resources.serialised == 0
-    assert kernel.resources.shared_memory <= SHARED_MEMORY_LIMIT
+    kernel = for_most_work(row, lambda score, b, h, q, kv: score + by_head[h, q, kv], "sm_90a")
+    assert kernel.plan.config == row.config and kernel.resources.serialised == 0
 
 
 @pytest.mark.compile
