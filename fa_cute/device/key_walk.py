@@ -15,7 +15,7 @@ from cutlass import Int32
 from fa_cute.device.fragment import Fragment
 from fa_cute.device.mma_sm90 import ROWS
 from fa_cute.device.scheduler import Place, Tiles
-from fa_cute.device.visits import KeyRangeVisits, ListVisits, Visit, ranges_at
+from fa_cute.device.visits import KeyRangeVisits, ListVisits, SpanVisits, Visit, ranges_at
 from fa_cute.plan import BwdIo, Plan
 from fa_cute.spans import Arithmetic, QSpans, heads_together, q_spans, visible
 
@@ -27,17 +27,6 @@ class Visits(NamedTuple):
 
     provider: Any
     count: Int32
-
-
-class NumberedVisits(NamedTuple):
-    """Visits that bounds alone decide: ``count`` blocks from ``last`` down."""
-
-    last: Int32
-    count: Int32
-
-    def following(self, index: Int32, _: Int32) -> Visit:
-        """Visit number ``index``, below ``count``; whether it is whole the consumers know."""
-        return Visit(self.last - index, Int32(0))
 
 
 class OwnSpans(NamedTuple):
@@ -137,7 +126,7 @@ class KeyWalk:
             at = place.block, (x.bounds.seqlen_q, x.bounds.seqlen_k)
             provider = KeyRangeVisits(*ranges, at, (c.tile_q, c.tile_kv), spans)
         else:
-            provider = NumberedVisits(spans.end - 1, spans.end - spans.begin)
+            provider = SpanVisits(spans.end - 1, spans.end - spans.begin)
         return Visits(provider, provider.count)
 
     def following(self, visits: Visits, index: Int32, previous: Int32) -> Visit:
@@ -146,10 +135,9 @@ class KeyWalk:
 
     def turn(self, x: Any, place: Place, visits: Visits, index: Int32, block: Int32) -> Int32:
         """How many tiles of keys before this one visit the ``block`` that is visit ``index``."""
-        c, first = self.config, Int32(0)
+        first = Int32(0)
         if x.bounds.left is not None:
-            keys, _ = visible(x.bounds, block * c.tile_q, (block + 1) * c.tile_q, ARITHMETIC)
-            first = cutlass.max(keys, Int32(0)) // c.tile_kv
-        if self.noted:
-            return visits.provider.before(index, block, (first, place.block))
-        return place.block - first
+            tile = self.config.tile_q
+            keys, _ = visible(x.bounds, block * tile, (block + 1) * tile, ARITHMETIC)
+            first = cutlass.max(keys, Int32(0)) // self.config.tile_kv
+        return visits.provider.before(index, block, (first, place.block))

@@ -82,23 +82,12 @@ def store_rows(o: cute.Tensor, g_out: cute.Tensor, place: tuple, staging: Int32)
 
 def _put(words: list[Any], address: Int32) -> None:
     text = "stmatrix.sync.aligned.m8n8.x4.shared.b16 [$0], {$1, $2, $3, $4};"
-    _assembled(None, [address.ir_value(), *words], text, "r,r,r,r,r")
+    operands = [address.ir_value(), *words]
+    llvm.inline_asm(None, operands, text, "r,r,r,r,r", has_side_effects=True)
 
 
 def _got(address: Int32) -> Any:
     word, text = emit.integer(32), "ld.shared.v4.b32 {$0, $1, $2, $3}, [$4];"
-    four = emit.structure(word, MATRICES)
-    found = _assembled(four, [address.ir_value()], text, "=r,=r,=r,=r,r")
-    return emit.gathered([llvm.extractvalue(word, found, [i]) for i in range(MATRICES)], MATRICES)
-
-
-def _assembled(kind: Any, operands: list[Any], text: str, constraints: str) -> Any:
-    return llvm.inline_asm(
-        kind,
-        operands,
-        text,
-        constraints,
-        has_side_effects=True,
-        is_align_stack=False,
-        asm_dialect=llvm.AsmDialect.AD_ATT,
-    )
+    kind, constraints = emit.structure(word, MATRICES), "=r,=r,=r,=r,r"
+    four = llvm.inline_asm(kind, [address.ir_value()], text, constraints, has_side_effects=True)
+    return emit.gathered([llvm.extractvalue(word, four, [i]) for i in range(MATRICES)], MATRICES)

@@ -78,6 +78,14 @@ class SpanVisits(NamedTuple):
         """Visit number ``index``, below ``count``; whether it is whole the consumers know."""
         return Visit(self.last - index, Int32(0))
 
+    def following(self, index: Int32, _: Int32) -> Visit:
+        """Visit number ``index``."""
+        return self.at(index)
+
+    def before(self, index: Int32, block: Int32, tiles: tuple[Int32, Int32]) -> Int32:
+        """How many of ``tiles`` [first, own) visit the block of the own one's visit ``index``."""
+        return tiles[1] - tiles[0]
+
     def at_least_one(self) -> SpanVisits:
         """These; where there are none one, of some block."""
         return self._replace(count=cutlass.max(self.count, 1))
@@ -151,8 +159,7 @@ class ListVisits:
             last = first + count_from(lists.entries, (first, end), within.begin)
             first = first + count_from(lists.entries, (first, end), within.end)
             end = last
-        # A register less than an index. Where the list is empty, some entry that there is.
-        own = cute.domain_offset((cutlass.min(first, cute.size(lists.entries) - 1),), lists.entries)
+        own = cute.domain_offset((first,), lists.entries)  # a register less than an index
         if turns is not None:
             turns = cute.domain_offset((first,), turns)
         return ListVisits(own, end - first, within, turns)
@@ -165,7 +172,7 @@ class ListVisits:
         return visit.inside(self.within)
 
     def at_least_one(self) -> ListVisits:
-        """As ``SpanVisits.at_least_one``: of an entry of some other list."""
+        """As ``SpanVisits.at_least_one``: of the entry behind an empty list (one ends them all)."""
         return replace(self, count=cutlass.max(self.count, 1))
 
     def following(self, index: Int32, _: Int32) -> Visit:
@@ -173,7 +180,7 @@ class ListVisits:
         return self.at(index)
 
     def before(self, index: Int32, block: Int32, tiles: tuple[Int32, Int32]) -> Int32:
-        """As of ``KeyRangeVisits``, for all tiles before: without a left bound they start at 0."""
+        """As ``SpanVisits.before``, for all tiles before: they start at 0 without a left bound."""
         return self.turns[index]
 
 
@@ -208,7 +215,7 @@ class KeyRangeVisits:
         return [Run(*map(Int32, run)) for run in found]
 
     def before(self, _: Int32, block: Int32, tiles: tuple[Int32, Int32]) -> Int32:
-        """How many of ``tiles`` [first, own) visit the ``block``."""
+        """As ``SpanVisits.before``."""
         return blocks_in(self.runs(block), *tiles, INT32)
 
     def asked(self, block: Int32) -> tuple[Int32, Int32]:

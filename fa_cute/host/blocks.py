@@ -152,8 +152,7 @@ class MaskBlocks:
             begin.expand(batch, heads, -1),
             end.expand(batch, heads, -1),
             order.expand(batch, heads // ratio, -1),
-            # A kernel may read some entry for a tile whose list is empty: there has to be one.
-            lists.entries if len(lists.entries) else lists.offsets[:1],
+            lists.entries,
         )
 
     def counts(self) -> TileCounts:

@@ -45,7 +45,6 @@ from fa_cute.device.topology import WARPGROUP, RingSpec, Role, Topology
 from fa_cute.device.visits import Visit
 from fa_cute.device.walk import Walk
 from fa_cute.mods.affine import ranges_of
-from fa_cute.mods.shown import visible_graph
 from fa_cute.plan import SHARED_MEMORY_LIMIT, Extra, Io, Launch, Plan
 from fa_cute.spans import Bounds
 
@@ -91,11 +90,11 @@ def opens_early(plan: Plan) -> bool:
     mask, bounds, sinks and lse as well 12 bytes spilled.
     """
     c = plan.config
-    if plan.score_mod is not None or plan.bias is not None or c.q_stages == 1:
+    if plan.score_mod is not None or c.q_stages == 1:
         return False
     cut = plan.causal or any(plan.window)
     if plan.visits == "ranges":
-        found = ranges_of(visible_graph(plan.score_mod, plan.mask_mod)).ranges
+        found = ranges_of(plan.mask_mod).ranges
         return c.producer_registers > 32 and len(found) + cut <= 3
     if plan.visits == "lists":
         return c.producer_registers > 32
@@ -255,7 +254,6 @@ class FwdSm90(Loads, Products):
         plan, c = self.plan, self.config
         held = 2 * c.tile_m * plan.width * c.q_stages
         held += 2 * c.tile_n * (plan.width + plan.width_v) * c.kv_stages
-        held += 0 if self.bias is None else self.bias.bytes * plan.bias_stages
         held += 4 * sum(self.scratch_words) * c.consumers
         room = held + 4 * staged.WARP_BYTES * c.consumers + 2048 <= SHARED_MEMORY_LIMIT
         return room and self.walk.noted and self.opens_early and plan.width_v % staged.COLUMNS == 0
