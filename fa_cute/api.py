@@ -258,14 +258,22 @@ def lookup(
     q, k, v = qkv
     try:
         key = (
-            *(q.shape, q.stride(), q.dtype, q.device),
-            *(k.shape, k.stride(), k.dtype, k.device),
-            *(v.shape, v.stride(), v.dtype, v.device),
+            q.shape,
+            q.stride(),
+            q.dtype,
+            q.device,
+            k.shape,
+            k.stride(),
+            k.dtype,
+            k.device,
+            v.shape,
+            v.stride(),
+            v.dtype,
+            v.device,
             options,
         )
         if mods is not NO_MODS:
-            key += (mods.keys, mods.bias, *((t.shape, t.device) for t in mods.captured))
-            key += () if mods.blocks is None else mods.blocks.tile
+            key += mods.facts()
         if sinks is not None:
             key += ("sinks", sinks.shape, sinks.dtype, sinks.device)
         if config is not None:
@@ -319,8 +327,8 @@ def positive_scale(scale: float) -> tuple[int, float]:
 def _extra(mods: Mods, sinks: torch.Tensor | None) -> Extra:
     if sinks is not None:
         sinks = sinks.float()
-    if mods is NO_MODS:
-        return NOTHING if sinks is None else Extra(sinks=sinks)
+    elif mods is NO_MODS:
+        return NOTHING
     return Extra(mods.captured or None, mods.scalars or None, sinks)
 
 

@@ -70,7 +70,10 @@ def wants_gradient(qkv: Tensors, sinks: torch.Tensor | None, captured: Tensors) 
     q, k, v = qkv
     if q.requires_grad or k.requires_grad or v.requires_grad:
         return True
-    return (sinks is not None and sinks.requires_grad) or any(t.requires_grad for t in captured)
+    for tensor in captured:
+        if tensor.requires_grad:
+            return True
+    return sinks is not None and sinks.requires_grad
 
 
 def derivative_of(mods: Mods) -> Graph | None:

@@ -48,11 +48,11 @@ class Mods(NamedTuple):
         A ``MaskBlocks`` is taken as it was traced when it was planned: its lists are of that graph.
         """
         (trace_score_mod, trace_mask_mod), planned, _ = _readers()
-        if isinstance(mask_mod, planned):
-            return cls.of(score_mod, None)._replace(mask_mod=mask_mod.traced, blocks=mask_mod)
         traced = None if score_mod is None else trace_score_mod(_function(score_mod, "score_mod"))
         if mask_mod is None:
             return cls(traced)
+        if isinstance(mask_mod, planned):
+            return cls(traced, mask_mod.traced, mask_mod)
         return cls(traced, trace_mask_mod(_function(mask_mod, "mask_mod")))
 
     def present(self) -> Iterator[tuple[str, Traced]]:
@@ -61,12 +61,19 @@ class Mods(NamedTuple):
             if traced is not None:
                 yield name, traced
 
-    @property
-    def keys(self) -> tuple[str | None, str | None]:
-        """The graphs' digests, None for a mod that is not there."""
-        score_mod, mask_mod, _ = self
-        first = None if score_mod is None else score_mod.graph.key
-        return first, None if mask_mod is None else mask_mod.graph.key
+    def facts(self) -> tuple[Any, ...]:
+        """What chooses a call's kernel: graphs, the tensor that TMA loads, shapes and devices."""
+        score_mod, mask_mod, blocks = self
+        facts = (
+            None if score_mod is None else score_mod.graph.key,
+            None if mask_mod is None else mask_mod.graph.key,
+        )
+        captured = self.captured
+        if captured:
+            facts += (self.bias,)
+            for tensor in captured:
+                facts += (tensor.shape, tensor.device)
+        return facts if blocks is None else facts + blocks.tile
 
     @property
     def captured(self) -> tuple[torch.Tensor, ...]:
@@ -115,11 +122,12 @@ def _readers() -> tuple[tuple[Callable, Callable], type, Callable]:
 def by_tiles(tensor: torch.Tensor) -> bool:
     """Whether TMA can load ``tensor``: rows contiguous; address, other strides on 16 bytes."""
     *outer, last = tensor.stride()
-    unit = ALIGNMENT // tensor.element_size()
+    if last != 1:
+        return False
+    places, size = tensor.data_ptr(), tensor.element_size()
     for stride in outer:
-        if stride % unit:
-            return False
-    return last == 1 and tensor.data_ptr() % ALIGNMENT == 0
+        places |= stride * size
+    return places % ALIGNMENT == 0
 
 
 NO_MODS = Mods()

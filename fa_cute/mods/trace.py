@@ -45,7 +45,6 @@ _GETITEM = torch.Tensor.__getitem__
 # Tapes kept: a mod whose captured number changes each call would otherwise grow the table forever.
 _MOST_TAPES = 4096
 
-_known_tapes: dict[tuple, Finished] = {}
 _names: dict[object, str] = {}
 _lock = threading.Lock()
 
@@ -56,6 +55,11 @@ class Traced(NamedTuple):
     graph: Graph
     captured: tuple[torch.Tensor, ...]
     scalars: tuple[int | float | bool, ...]
+
+
+# A finished tape, and what it gives: the same at each call if it reads no tensor and no 0-d number.
+Known = tuple[Finished, Traced | None]
+_known_tapes: dict[tuple, Known] = {}
 
 
 def trace_score_mod(fn: Callable) -> Traced:
@@ -73,11 +77,16 @@ def run(fn: Callable, kind: str, *, noting_lines: bool = False) -> tuple[Tape, R
     """Run a mod on a fresh tape: the tape, and the reference of what the mod returned."""
     if not callable(fn):
         raise ModError(f"a {kind} is a function, and {fn!r} of type {type(fn).__name__} is not")
-    tape = Tape(kind, noting_lines=noting_lines)
+    tape = Tape(kind, noting_lines)
     arguments = tape.arguments()
+    mode = _Tracing(tape)
     try:
-        with _Tracing(tape):
+        # What `with mode` does, whose two methods in Python take as long as five traced values.
+        torch._C._push_on_torch_function_stack(mode)
+        try:
             result = fn(*arguments)
+        finally:
+            torch._C._pop_torch_function_stack()
     except ModError:
         raise
     except Exception as fault:
@@ -86,6 +95,8 @@ def run(fn: Callable, kind: str, *, noting_lines: bool = False) -> tuple[Tape, R
         if isinstance(fault, TypeError):
             raise _type_error(fault, fn, kind, arguments) from None
         raise
+    if type(result) is Value and result.tape is tape:
+        return tape, result.at
     return tape, _returned(tape, result, fn, kind)
 
 
@@ -101,28 +112,38 @@ def locate(fn: Callable, kind: str, at: int | None) -> Location | None:
 def _trace(fn: Callable, kind: str) -> Traced:
     tape, result = run(fn, kind)
     key = (result, tuple(tape.ops))
-    finished = _known_tapes.get(key)
-    if finished is None:
-        try:
-            elaboration = Elaboration()
-            elaboration.extend(tape.ops)
-            finished = elaboration.finish(result, kind)
-        except Untraceable as fault:
-            raise error_at(locate(fn, kind, fault.at), str(fault)) from None
-        _remember(key, finished)
-    return Traced(
-        finished.graph,
+    known = _known_tapes.get(key)
+    if known is None:
+        known = _elaborated(fn, kind, tape, result)
+        _remember(key, known)
+    finished, bare = known
+    if bare is not None:
+        return bare
+    captured = []
+    for slot in finished.captured:
+        tensor = tape.tensors[slot]
         # A view may have its minus still to come, as ``angles.conj().imag``; a kernel reads memory.
-        tuple([tape.tensors[slot].resolve_neg() for slot in finished.captured]),
-        tuple([tape.scalars[slot] for slot in finished.scalars]),
-    )
+        captured.append(tensor.resolve_neg() if tensor.is_neg() else tensor)
+    scalars = tuple([tape.scalars[slot] for slot in finished.scalars]) if finished.scalars else ()
+    return Traced(finished.graph, tuple(captured), scalars)
 
 
-def _remember(key: tuple, finished: Finished) -> None:
+def _elaborated(fn: Callable, kind: str, tape: Tape, result: Reference) -> Known:
+    try:
+        elaboration = Elaboration()
+        elaboration.extend(tape.ops)
+        finished = elaboration.finish(result, kind)
+    except Untraceable as fault:
+        raise error_at(locate(fn, kind, fault.at), str(fault)) from None
+    reads = finished.captured or finished.scalars
+    return finished, None if reads else Traced(finished.graph, (), ())
+
+
+def _remember(key: tuple, known: Known) -> None:
     with _lock:
         while len(_known_tapes) >= _MOST_TAPES:
             del _known_tapes[next(iter(_known_tapes))]
-        _known_tapes[key] = finished
+        _known_tapes[key] = known
 
 
 class _Tracing(TorchFunctionMode):
@@ -132,12 +153,11 @@ class _Tracing(TorchFunctionMode):
     """
 
     def __init__(self, tape: Tape) -> None:
-        super().__init__()
         self._tape = tape
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         if func is _GETITEM:
-            if Value in types or _holds_value(args[1]):
+            if type(args[1]) is Value or Value in types or _holds_value(args[1]):
                 return self._tape.index(*args)
         elif Value in types:
             return self._tape.call(_names.get(func) or self._name(func), args, kwargs)
@@ -152,8 +172,6 @@ class _Tracing(TorchFunctionMode):
 
 
 def _holds_value(key: object) -> bool:
-    if type(key) is Value:
-        return True
     parts = key if isinstance(key, tuple) else (key,)
     for part in parts:
         if type(part) is Value:

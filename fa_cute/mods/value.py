@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import keyword
+import struct
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NoReturn
 
@@ -37,6 +38,8 @@ _REMEDIES = {
     "embedding": "index the captured tensor instead, as table[bucket, h]",
     "index_select": "index the captured tensor instead, as table[h]",
 }
+
+bits = struct.Struct("d").pack  # of a float, in a sixth of the time of its hex()
 
 
 class Value:
@@ -171,6 +174,8 @@ def _operator(name: str) -> Callable:
             ref = other.at
         elif kind is int:
             ref = (int, other)
+        elif kind is float:
+            ref = (float, bits(other))
         else:
             ref = tape.operand(other)
         ops = tape.ops
@@ -183,7 +188,13 @@ def _operator(name: str) -> Callable:
 def _reflected(name: str) -> Callable:
     def backward(self: Value, other: object) -> Value:
         tape = self.tape
-        ref = (int, other) if type(other) is int else tape.operand(other)
+        kind = type(other)
+        if kind is int:
+            ref = (int, other)
+        elif kind is float:
+            ref = (float, bits(other))
+        else:
+            ref = tape.operand(other)
         ops = tape.ops
         ops.append((name, ref, self.at))
         return Value(tape, len(ops) - 1)
@@ -193,14 +204,22 @@ def _reflected(name: str) -> Callable:
 
 def _prefix(name: str) -> Callable:
     def apply(self: Value) -> Value:
-        return self.tape.record(name, self.at)
+        tape = self.tape
+        ops = tape.ops
+        ops.append((name, self.at))
+        return Value(tape, len(ops) - 1)
 
     return apply
 
 
 def _method(name: str) -> Callable:
     def call(self: Value, *args: object, **kwargs: object) -> Value:
-        return self.tape.call(name, (self, *args), kwargs)
+        tape = self.tape
+        if args or kwargs:
+            return tape.call(name, (self, *args), kwargs)
+        ops = tape.ops
+        ops.append((name, self.at))
+        return Value(tape, len(ops) - 1)
 
     return call
 
