@@ -8,6 +8,7 @@ import warnings
 from typing import Any, NamedTuple
 
 from fa_cute.host import compile as compiling
+from fa_cute.host import fakes
 from fa_cute.host.target import arch_of
 from fa_cute.plan import BACKWARD, Plan
 
@@ -49,7 +50,7 @@ def recorded(plan: Plan) -> Recorded:
         with recording(kernel, named, messages, private, more) as record:
             cute.compile(
                 kernel,
-                *compiling._fake_arguments(plan),
+                *fakes.arguments(plan),
                 stream,
                 options=options,
                 no_jit_engine=True,

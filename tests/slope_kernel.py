@@ -65,7 +65,7 @@ def compiled(graph: Graph, options: str = "") -> Any:
     from cutlass import Boolean, Float32, Int32
     from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
-    from fa_cute.host.compile import _fake_captured
+    from fa_cute.host.fakes import captured_tensor
     from tests.slope_device import SlopeKernel
 
     def scores() -> Any:
@@ -74,11 +74,11 @@ def compiled(graph: Graph, options: str = "") -> Any:
         return make_fake_tensor(Float32, shape, strides, assumed_align=16)
 
     def like(captured: Captured) -> Any:
-        return _fake_captured(Captured("float32", captured.ndim))
+        return captured_tensor(Captured("float32", captured.ndim))
 
     numbers = {"float32": Float32, "int32": Int32, "bool": Boolean}
     given = (
-        tuple(map(_fake_captured, graph.captured)) or None,
+        tuple(map(captured_tensor, graph.captured)) or None,
         tuple(numbers[kind](0) for kind in graph.scalars) or None,
         tuple(like(graph.captured[slot]) for slot in taught(graph)) or None,
     )

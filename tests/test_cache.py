@@ -162,6 +162,25 @@ def test_eight_threads_compile_once(
     assert builds() == 1 and len(kernels) == 8 and len(set(map(id, kernels))) == 1
 
 
+def test_published_without_being_loaded(
+    builds: Callable[[], int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a process does that only compiles: another one loads the kernel."""
+    with monkeypatch.context() as patch:
+        patch.setattr(launch, "load", None)
+        assert [compiling.publish(PLAN)[0] for _ in range(2)] == ["compiled", "disk"]
+    assert not compiling.in_memory(PLAN) and builds() == 1
+    assert compiling.compiled(PLAN).source == "disk"
+
+
+def test_what_cannot_be_published_is_an_error(builds: Callable[[], int]) -> None:
+    """``precompile`` said "compiled" of a kernel that its worker had kept in memory only."""
+    _make_file(cache.folder())
+    with pytest.warns(RuntimeWarning, match="cannot be used"), pytest.raises(OSError):
+        compiling.publish(PLAN)
+    assert builds() == 0
+
+
 def _die_holding(key: str, ready: multiprocessing.SimpleQueue) -> None:
     with _store().single_flight(key):
         ready.put(True)

@@ -36,6 +36,7 @@ MAY_IMPORT = {
     "variants": {"mods"},
 }
 NEEDS_CUTLASS = {"device", "kernels"}
+COMPILES = {"fa_cute.host.compile", "fa_cute.host.fakes"}
 # What host/compile.py uses around a compile, and no kernel is made from.
 HOSTS = ("cache.py", "launch.py", "repeats.py", "target.py")
 
@@ -117,7 +118,7 @@ def test_imports_point_down(source: Path) -> None:
         where = f"{_name(source)}:{line} imports {name}"
         top, *rest = name.split(".")
         if top == "cutlass":
-            assert part in NEEDS_CUTLASS or module == "fa_cute.host.compile", where
+            assert part in NEEDS_CUTLASS or module in COMPILES, where
         if top != "fa_cute" or not rest:
             continue
         if module == "fa_cute.host.compile" and rest[0] == "kernels":
@@ -149,12 +150,14 @@ def test_what_a_kernel_is_made_from_is_in_its_fingerprint() -> None:
 
 
 def test_lazy_compiler() -> None:
-    """host/compile.py reaches the compiler and the kernels only inside functions."""
-    tree = ast.parse((ROOT / "fa_cute/host/compile.py").read_text())
-    for node in tree.body:
-        if isinstance(node, ast.Import | ast.ImportFrom):
-            for line, name in _imports(ast.Module(body=[node], type_ignores=[])):
-                assert not name.startswith(("cutlass", "fa_cute.kernels")), f"line {line}: {name}"
+    """The host reaches the compiler and the kernels only inside functions."""
+    for module in COMPILES:
+        tree = ast.parse((ROOT / f"{module.replace('.', '/')}.py").read_text())
+        for node in tree.body:
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                for line, name in _imports(ast.Module(body=[node], type_ignores=[])):
+                    where = f"{module}:{line}: {name}"
+                    assert not name.startswith(("cutlass", "fa_cute.kernels")), where
 
 
 def test_public_functions_are_described(source: Path) -> None:

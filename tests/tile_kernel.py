@@ -123,7 +123,7 @@ def compiled(
     from cutlass import Boolean, Float32, Int32
     from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
-    from fa_cute.host.compile import _fake_captured
+    from fa_cute.host.fakes import captured_tensor
     from tests.tile_device import TileKernel
 
     def padded(rank: int) -> Any:
@@ -133,7 +133,7 @@ def compiled(
 
     graphs = tuple(trace.graph for trace in traces)
     numbers = {"float32": Float32, "int32": Int32, "bool": Boolean}
-    captured = tuple(_fake_captured(c) for graph in graphs for c in graph.captured)
+    captured = tuple(captured_tensor(c) for graph in graphs for c in graph.captured)
     scalars = tuple(numbers[kind](0) for graph in graphs for kind in graph.scalars)
     stream = make_fake_stream(use_tvm_ffi_env_stream=True)
     arguments = (padded(4), padded(5), captured or None, scalars or None, Float32(1.0), stream)

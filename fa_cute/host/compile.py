@@ -24,31 +24,17 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fa_cute.host import cache, launch, repeats, target
+from fa_cute.host import cache, fakes, launch, repeats, target
 from fa_cute.host.launch import Kernel, Resources
-from fa_cute.mods.derived import taught
-from fa_cute.mods.graph import Captured, Graph
-from fa_cute.plan import (
-    BACKWARD,
-    FORWARD,
-    POSTPROCESS,
-    PREPROCESS,
-    BlockLists,
-    BwdIo,
-    Extra,
-    Io,
-    Launch,
-    Plan,
-    PostprocessIo,
-    PreprocessIo,
-)
+from fa_cute.mods.graph import Graph
+from fa_cute.plan import BACKWARD, FORWARD, POSTPROCESS, PREPROCESS, Plan
 
 ABI = "1"
 # What a kernel is made from; nothing else in the package can change one for a given plan.
 SOURCES = (
     *("device", "kernels", "mods/affine.py", "mods/derived.py", "mods/graph.py"),
     *("mods/magnitude.py", "mods/ranges.py", "mods/shown.py", "mods/tiles.py"),
-    *("plan.py", "spans.py", "host/compile.py"),
+    *("plan.py", "spans.py", "host/compile.py", "host/fakes.py"),
 )
 COMPILER = "nvidia-cutlass-dsl"
 BLACKWELL = ("sm_100a", "sm_103a", "sm_100@sm_90a")
@@ -165,10 +151,33 @@ def _from_disk_or_compiler(plan: Plan, key: str, parts: Mapping[str, str]) -> Ke
             kernel = _from_disk(store, plan, key)
             if kernel is not None:
                 return kernel
-            _require_compiler(plan)
-            if cache.logging():
-                cache.log(f"miss {key}: {store.why_missed(parts)}")
+        _require_compiler(plan)
+        _log_miss(store, key, parts)
         return _from_compiler(store, plan, key, parts)
+
+
+def publish(plan: Plan) -> tuple[str, float]:
+    """Have the kernel of ``plan`` on disk, without loading it: "disk" or "compiled", and seconds.
+
+    For a process that only compiles, which needs no torch. OSError if the folder takes no kernel.
+    """
+    started, parts = time.perf_counter(), key_parts(plan)
+    key, store = key_of(parts), cache.opened()
+    if store is None:
+        raise OSError("there is no folder for kernels")
+    with store.single_flight(key):
+        if store.read(key) is not None:
+            return "disk", time.perf_counter() - started
+        _log_miss(store, key, parts)
+        with tempfile.TemporaryDirectory(prefix="fa_cute-") as scratch:
+            path, about = _described(plan, key, parts, Path(scratch))
+            store.publish(key, path.read_bytes(), about)
+    return "compiled", time.perf_counter() - started
+
+
+def _log_miss(store: cache.Store | None, key: str, parts: Mapping[str, str]) -> None:
+    if store is not None and cache.logging():
+        cache.log(f"miss {key}: {store.why_missed(parts)}")
 
 
 def _require_compiler(plan: Plan) -> None:
@@ -220,16 +229,7 @@ def _from_compiler(
 ) -> Kernel:
     started = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="fa_cute-") as scratch:
-        built = build(plan, Path(scratch))
-        about = {
-            "key": key,
-            "parts": dict(parts),
-            "mods": {name: graph.describe() for name, graph in _mods(plan)},
-            "linked": built.linked,
-            "resources": built.resources._asdict(),
-            "seconds": round(time.perf_counter() - started, 3),
-        }
-        path = built.path
+        path, about = _described(plan, key, parts, Path(scratch))
         if store is not None:
             try:
                 path = store.publish(key, path.read_bytes(), about).path
@@ -239,6 +239,22 @@ def _from_compiler(
     cache.log(f"compiled {key} in {kernel.seconds:.2f} s")
     repeats.note(plan)
     return kernel
+
+
+def _described(
+    plan: Plan, key: str, parts: Mapping[str, str], scratch: Path
+) -> tuple[Path, dict[str, Any]]:
+    """The kernel of ``plan``, compiled: its file in ``scratch``, and what the cache says of it."""
+    started = time.perf_counter()
+    built = build(plan, scratch)
+    return built.path, {
+        "key": key,
+        "parts": dict(parts),
+        "mods": {name: graph.describe() for name, graph in _mods(plan)},
+        "linked": built.linked,
+        "resources": built.resources._asdict(),
+        "seconds": round(time.perf_counter() - started, 3),
+    }
 
 
 def _mods(plan: Plan) -> list[tuple[str, Graph]]:
@@ -307,7 +323,7 @@ def _compile(plan: Plan, scratch: Path, more: tuple = ()) -> tuple[Any, str]:
     stream = make_fake_stream(use_tvm_ffi_env_stream=True)
     with _no_tuple_warnings(), _symbols_looked_up():
         function = cute.compile[options](
-            _entry(plan), *_fake_arguments(plan), stream, no_jit_engine=True
+            _entry(plan), *fakes.arguments(plan), stream, no_jit_engine=True
         )
     return function, remarks.read_text() if remarks.exists() else ""
 
@@ -356,152 +372,6 @@ def _symbols_looked_up() -> Iterator[None]:
         yield
     finally:
         builder._module_symbol_exists = walked
-
-
-def _fake_arguments(plan: Plan) -> tuple[Any, Extra, Launch]:
-    """Tensors and numbers of the kernel's types: lengths and strides are unknowns."""
-    import cutlass
-    from cutlass import Float32, Int32
-
-    graphs = [graph for _, graph in _mods(plan)]
-    numbers = {"float32": Float32, "int32": Int32, "bool": cutlass.Boolean}
-    captured = [_fake_captured(c) for graph in graphs for c in graph.captured]
-    if plan.bias is not None:  # score_mod's are the first
-        captured[plan.bias] = _fake_tiled(plan.score_mod.captured[plan.bias])
-    scalars = tuple(numbers[kind](0) for graph in graphs for kind in graph.scalars)
-    return (
-        _fake_io(plan),
-        Extra(
-            tuple(captured) or None,
-            scalars or None,
-            _fake_sinks() if plan.sinks else None,
-            _fake_gradients(plan),
-            _fake_lists(turns=plan.deterministic) if plan.block_lists else None,
-        ),
-        Launch(Float32(0), Int32(0), Int32(0), Int32(0), _fake_counter(), _fake_scratch(plan)),
-    )
-
-
-def _fake_io(plan: Plan) -> Any:
-    q, dk, k, v, out, dout = (
-        _fake_operand(plan.dtype, width) for width in (plan.head_dim,) * 3 + (plan.head_dim_v,) * 3
-    )
-    if plan.direction == FORWARD:
-        return Io(q, k, v, out, _fake_rows() if plan.return_lse else None)
-    of_q, of_kv = plan.gradients
-    sums = _fake_operand("float32", plan.width) if of_q else None
-    if plan.direction == POSTPROCESS:
-        return PostprocessIo(sums, dk)
-    shift, delta = _fake_rows(aligned=True), _fake_rows(aligned=True)
-    turns = _fake_rows("int32") if plan.in_turn else None
-    zeroed = _fake_rows("int32") if plan.zeroes else None
-    if plan.direction == PREPROCESS:
-        dlse = _fake_rows() if plan.return_lse else None
-        return PreprocessIo(out, dout, _fake_rows(), dlse, shift, delta, sums, turns, zeroed)
-    dk, dv = (dk, out) if of_kv else (None, None)
-    return BwdIo(q, k, v, dout, shift, delta, sums, dk, dv, turns, zeroed)
-
-
-def _element(dtype: str) -> Any:
-    import cutlass
-
-    special = {
-        "bool": "Uint8",
-        "bfloat16": "BFloat16",
-        "float8_e4m3fn": "Float8E4M3FN",
-        "float8_e5m2": "Float8E5M2",
-    }
-    return getattr(cutlass, special.get(dtype, dtype.capitalize()))
-
-
-def _fake_operand(dtype: str, width: int) -> Any:
-    """(B, S, H, width): the last dimension contiguous, rows on 16 bytes."""
-    import cutlass.cute as cute
-    from cutlass.cute.runtime import make_fake_tensor
-
-    element = _element(dtype)
-    step = 128 // element.width
-    shape = (*(cute.sym_int() for _ in range(3)), width)
-    stride = (*(cute.sym_int64(divisibility=step) for _ in range(3)), 1)
-    return make_fake_tensor(element, shape, stride, assumed_align=16)
-
-
-def _fake_rows(dtype: str = "float32", *, aligned: bool = False) -> Any:
-    """(B, Hq, ·), the last dimension contiguous; ``aligned``: each (b, h) begins on 16 bytes."""
-    import cutlass.cute as cute
-    from cutlass.cute.runtime import make_fake_tensor
-
-    shape = tuple(cute.sym_int() for _ in range(3))
-    step = 4 if aligned else 1
-    stride = (*(cute.sym_int64(divisibility=step) for _ in range(2)), 1)
-    return make_fake_tensor(_element(dtype), shape, stride, assumed_align=4 * step)
-
-
-def _fake_sinks() -> Any:
-    """(Hq,) of float32, any stride."""
-    import cutlass.cute as cute
-    from cutlass.cute.runtime import make_fake_tensor
-
-    return make_fake_tensor(
-        _element("float32"), (cute.sym_int(),), (cute.sym_int64(),), assumed_align=4
-    )
-
-
-def _fake_lists(*, turns: bool) -> BlockLists:
-    """begin, end and order (B, Hq, tiles), entries and turns (n,): int32, any strides."""
-    ranks = (3, 3, 3, 1, 1) if turns else (3, 3, 3, 1)
-    return BlockLists(*(_fake_captured(Captured("int32", rank)) for rank in ranks))
-
-
-def _fake_counter() -> Any:
-    from cutlass.cute.runtime import make_fake_compact_tensor
-
-    return make_fake_compact_tensor(_element("int32"), (1,))
-
-
-def _fake_scratch(plan: Plan) -> Any:
-    """(words,) of float32 where the target is hosted, else None."""
-    import cutlass.cute as cute
-    from cutlass.cute.runtime import make_fake_compact_tensor
-
-    if not target.is_hosted(plan.target):
-        return None
-    return make_fake_compact_tensor(_element("float32"), (cute.sym_int(),), assumed_align=16)
-
-
-def _fake_captured(captured: Captured) -> Any:
-    """Any shape and strides; the last dimension is static where a partial index makes it so."""
-    import cutlass.cute as cute
-    from cutlass.cute.runtime import make_fake_tensor
-
-    element = _element(captured.dtype)
-    shape = [cute.sym_int() for _ in range(captured.ndim)]
-    if captured.inner is not None:
-        shape[-1] = captured.inner
-    stride = tuple(cute.sym_int64() for _ in range(captured.ndim))
-    return make_fake_tensor(element, tuple(shape), stride, assumed_align=element.width // 8)
-
-
-def _fake_tiled(captured: Captured) -> Any:
-    """Any shape; the last dimension contiguous, all else on 16 bytes, as TMA reads."""
-    import cutlass.cute as cute
-    from cutlass.cute.runtime import make_fake_tensor
-
-    element = _element(captured.dtype)
-    step = 128 // element.width
-    shape = tuple(cute.sym_int() for _ in range(captured.ndim))
-    stride = (*(cute.sym_int64(divisibility=step) for _ in shape[1:]), 1)
-    return make_fake_tensor(element, shape, stride, assumed_align=16)
-
-
-def _fake_gradients(plan: Plan) -> tuple[Any, ...] | None:
-    """Sums like those that a graph with its derivative gives gradients to: see ``Extra``."""
-    graph = plan.score_mod
-    if graph is None or not graph.more:
-        return None
-    dtype = "int64" if plan.deterministic else "float32"
-    shapes = (graph.captured[slot].ndim for slot in taught(graph))
-    return tuple(_fake_captured(Captured(dtype, ndim)) for ndim in shapes) or None
 
 
 def _ptxas(remarks: str) -> tuple[int, int]:

@@ -14,8 +14,10 @@ import os
 import platform
 import re
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 _BY_CAPABILITY = {(9, 0): "sm_90a", (10, 0): "sm_100a", (10, 3): "sm_103a"}
 _TARGET = re.compile(r"sm_\d+[af]?(@sm_\d+[af]?)?")
@@ -51,6 +53,8 @@ def _pairs_asked() -> bool:
 
 @functools.cache
 def _device_target(index: int) -> str:
+    import torch
+
     capability = torch.cuda.get_device_capability(index)
     if capability not in _BY_CAPABILITY:
         supported = ", ".join(f"{a}.{b}" for a, b in _BY_CAPABILITY)
@@ -66,6 +70,8 @@ def current_target(device: torch.device) -> str:
     override = os.environ.get("FA_CUTE_TARGET")
     if override:
         return check_target(override)
+    import torch
+
     return _device_target(torch.cuda.current_device() if device.index is None else device.index)
 
 
@@ -79,6 +85,8 @@ def target_for(device: torch.device) -> str:
 @functools.cache
 def sm_count(device: torch.device) -> int:
     """Streaming multiprocessors of a CUDA device."""
+    import torch
+
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
