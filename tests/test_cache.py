@@ -209,6 +209,26 @@ def test_a_lock_file_without_a_holder_is_no_lock(builds: Callable[[], int]) -> N
     assert compiling.compiled(PLAN).source == "compiled"
 
 
+def test_a_lock_that_was_waited_for_is_the_one_that_others_find(
+    builds: Callable[[], int],
+) -> None:
+    """The holder removes its file: locked, that one would keep nobody else out."""
+    store, seen = _store(), []
+    lock = store.path / "key.lock"
+
+    def wait() -> None:
+        with store.single_flight("key"):
+            seen.append(lock.exists())
+
+    waiter = threading.Thread(target=wait)
+    with store.single_flight("key"):
+        waiter.start()
+        waiter.join(0.3)
+        assert waiter.is_alive()
+    waiter.join(30)
+    assert seen == [True] and not lock.exists()
+
+
 def _die_writing(plan: Plan) -> None:
     def replace(part: str, whole: Path) -> None:
         os.truncate(part, 100)
@@ -236,9 +256,13 @@ def _flip(data: bytes) -> bytes:
     return data[:100] + bytes([data[100] ^ 1]) + data[101:]
 
 
-def _other_version(data: bytes) -> bytes:
+def _other_format(data: bytes) -> bytes:
     code, about = cache.unpack(data)
-    return cache.pack(code, about).replace(b'"format": 1', b'"format": 2')
+    return cache.pack(code, {**about, "format": cache.FORMAT + 1})
+
+
+def _other_version(data: bytes) -> bytes:
+    return data[:-1] + bytes([data[-1] + 1])
 
 
 def _foreign(data: bytes) -> bytes:
@@ -254,10 +278,14 @@ def _foreign(data: bytes) -> bytes:
         lambda data: data[:-1],
         lambda data: b"not a kernel at all" * 50,
         _flip,
+        _other_format,
         _other_version,
         _foreign,
     ],
-    ids=["empty", "half", "one byte short", "text", "flipped bit", "other version", "other key"],
+    ids=(
+        *("empty", "half", "one byte short", "text", "flipped bit"),
+        *("other format", "other version", "other key"),
+    ),
 )
 def test_a_damaged_file_is_built_anew(
     builds: Callable[[], int], harm: Callable[[bytes], bytes]
@@ -302,6 +330,14 @@ def test_a_folder_of_somebody_else_is_not_trusted(builds: Callable[[], int]) -> 
     compiling.forget()
     with pytest.warns(RuntimeWarning, match="belongs to user 12345"):
         assert compiling.compiled(PLAN).source == "compiled"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
+def test_a_file_of_somebody_else_is_not_loaded(builds: Callable[[], int]) -> None:
+    os.chown(_store().path / f"{compiling.compiled(PLAN).key}.so", 12345, -1)
+    compiling.forget()
+    with pytest.warns(RuntimeWarning, match="belongs to user 12345. It is built anew"):
+        assert compiling.compiled(PLAN).source == "compiled" and builds() == 2
 
 
 def _compile_on_full_disk(answers: multiprocessing.SimpleQueue) -> None:

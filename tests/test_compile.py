@@ -333,12 +333,14 @@ def test_a_captured_layout_or_dtype_is_another_kernel_but_contents_are_not() -> 
     assert with_table(torch.zeros(4, dtype=torch.float16)) != first
 
 
-def test_decode_steps_with_a_run_time_scalar_share_one_kernel() -> None:
-    def step(position: Any) -> str:
-        return _key(mask_mod=lambda b, h, q, kv: q + position >= kv)
+def test_decode_steps_with_a_run_time_scalar_compile_once(builds: Callable[[], int]) -> None:
+    def step(position: Any) -> Callable:
+        return lambda b, h, q, kv: q + position >= kv
 
-    assert len({step(torch.tensor(100 + at)) for at in range(64)}) == 1
-    assert len({step(100 + at) for at in range(64)}) == 64
+    for at in range(64):
+        fa_cute.compile(**PLAIN, mask_mod=step(torch.tensor(100 + at)))
+    assert builds() == 1
+    assert len({_key(mask_mod=step(100 + at)) for at in range(64)}) == 64
 
 
 def test_a_number_that_compiles_kernel_after_kernel_is_told(builds: Callable[[], int]) -> None:

@@ -1,8 +1,12 @@
-"""Callers that are not one thread in one stream: threads, and a function that torch compiles."""
+"""Callers that are not one thread in one stream: threads, processes, a function torch compiles."""
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -52,6 +56,31 @@ def test_threads(streams: bool) -> None:
         thread.join()
     torch.cuda.synchronize()
     assert not wrong
+
+
+RANK = """
+import hashlib, torch, fa_cute
+from fa_cute.host import compile
+torch.manual_seed(1)
+q, k, v = (torch.randn(1, 300, 2, 64, device="cuda", dtype=torch.float16) for _ in range(3))
+out = fa_cute.attention(q, k, v, score_mod=lambda score, b, h, q, kv: score - 0.5 * (q - kv).abs())
+(plan,) = compile.plans_in_memory()
+digest = hashlib.sha256(out.cpu().view(torch.uint8).numpy().tobytes()).hexdigest()
+print(compile.compiled(plan).source, digest)
+"""
+
+
+def test_eight_processes_on_a_cold_cache(tmp_path: Path) -> None:
+    """As the ranks of a job begin: one compiles, seven wait for it, all have the same result."""
+    command = [sys.executable, "-c", RANK]
+    environment = os.environ | {"FA_CUTE_CACHE_DIR": str(tmp_path / "kernels")}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    ranks = [subprocess.Popen(command, env=environment, **pipes) for _ in range(8)]
+    said = [rank.communicate(timeout=120) for rank in ranks]
+    assert all(rank.returncode == 0 for rank in ranks), said
+    sources, digests = zip(*(out.split() for out, _ in said), strict=True)
+    assert sorted(sources) == ["compiled"] + ["disk"] * 7 and len(set(digests)) == 1
+    assert len(list((tmp_path / "kernels").glob("*.so"))) == 1
 
 
 def test_a_function_that_torch_compiles() -> None:
