@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import pickle
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -16,7 +13,7 @@ import torch
 
 from fa_cute import api
 from fa_cute.configuration import Configuration, Mod
-from fa_cute.host import cache
+from fa_cute.host import cache, worker
 from fa_cute.host import compile as compiling
 from fa_cute.host.launch import Kernel, Resources
 from fa_cute.host.planning import Mods
@@ -212,13 +209,13 @@ def precompile(
     guard = threading.Lock()
 
     def work() -> None:
-        with _Worker() as worker:
+        with _Worker() as compiler:
             while True:
                 with guard:
                     if not queue:
                         return
                     key, plan = queue.pop(0)
-                result = worker.compile(key, plan)
+                result = compiler.compile(key, plan)
                 with guard:
                     results[key] = result
                     if progress is not None:
@@ -237,28 +234,20 @@ class _Worker:
     """A process that compiles plans, one a line, and answers with one line each."""
 
     def __enter__(self) -> _Worker:
-        self._process = self._start()
+        self._process = worker.start()
         return self
-
-    def _start(self) -> subprocess.Popen:
-        return subprocess.Popen(
-            [sys.executable, "-m", "fa_cute.worker"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
 
     def compile(self, key: str, plan: Plan) -> Precompiled:
         """Have ``plan`` compiled; a worker that dies over it is replaced."""
         try:
-            self._process.stdin.write(pickle.dumps(plan).hex() + "\n")
+            self._process.stdin.write(worker.line(plan))
             self._process.stdin.flush()
             answer = self._process.stdout.readline()
         except BrokenPipeError:
             answer = ""
         if not answer:
             status = self._process.wait()
-            self._process = self._start()
+            self._process = worker.start()
             return Precompiled(key, "", 0.0, f"the compiling process ended with status {status}")
         return Precompiled(**json.loads(answer))
 

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from fa_cute import autograd
-from fa_cute.host.backward import plans_of
-from fa_cute.host.compile import compiled
+from fa_cute.host.backward import Plans, plans_of
+from fa_cute.host.compile import Next, compiled
 from fa_cute.host.launch import Kernel
 from fa_cute.host.planning import NO_MODS, Mods, make_plan
 from fa_cute.host.problem import ALIGNMENT, Problem, allocate, check_out, kernel_ready
@@ -24,7 +24,7 @@ from fa_cute.host.target import current_target, is_hosted, sm_count
 from fa_cute.host.untraced import untraced
 from fa_cute.host.workspace import counter, tensor_memory
 from fa_cute.mods.derived import taught
-from fa_cute.plan import Extra, FwdConfig, Io, Launch
+from fa_cute.plan import Extra, FwdConfig, Io, Launch, Plan
 
 if TYPE_CHECKING:
     from fa_cute.host.blocks import MaskBlocks
@@ -159,19 +159,30 @@ def on_cuda(
     if not autograd.wants_gradient(qkv, sinks, mods.captured):
         return on_gpu(lookup(qkv, mods, options, sinks, config), qkv, mods, out, sinks)
     _refuse_out(out, qkv, mods, sinks)
-    prepared = lookup(qkv, mods, options._replace(return_lse=True), sinks, config)
     deterministic = options.deterministic or torch.are_deterministic_algorithms_enabled()
     derivative = autograd.derivative_of(mods)
-    plans, idle = None, ()
-    if prepared.kernel is not None:
-        plans = plans_of(
-            prepared.kernel.plan,
+
+    def backward_of(forward: Plan) -> Plans:
+        return plans_of(
+            forward,
             deterministic=deterministic,
             lse_gradient=options.return_lse,
             derivative=derivative,
             listed=None if mods.blocks is None else mods.blocks.key_tile,
             gradients=(qkv[0].requires_grad, qkv[1].requires_grad or qkv[2].requires_grad),
         )
+
+    prepared = lookup(
+        qkv,
+        mods,
+        options._replace(return_lse=True),
+        sinks,
+        config,
+        lambda forward: backward_of(forward).slowest_first(),
+    )
+    plans, idle = None, ()
+    if prepared.kernel is not None:
+        plans = backward_of(prepared.kernel.plan)
     elif derivative is not None:
         idle = taught(derivative)
     call = autograd.Call(
@@ -250,10 +261,12 @@ def lookup(
     options: Options,
     sinks: torch.Tensor | None = None,
     config: FwdConfig | None = None,
+    following: Next | None = None,
 ) -> Prepared:
     """The prepared call for these facts, made and checked the first time.
 
-    ``config``: the row to take instead of the one for the call's class of lengths.
+    ``config``: the row to take instead of the one for the call's class of lengths. ``following``:
+    of a plan that must be compiled, those whose kernels will be wanted next.
     """
     q, k, v = qkv
     try:
@@ -281,9 +294,9 @@ def lookup(
         prepared = _prepared.get(key)
     except (AttributeError, TypeError):
         # A list for the window, or no tensor at all: the checks below accept it or say what it is.
-        return _prepare(qkv, mods, options, sinks, config)
+        return _prepare(qkv, mods, options, sinks, config, following)
     if prepared is None:
-        prepared = _prepare(qkv, mods, options, sinks, config)
+        prepared = _prepare(qkv, mods, options, sinks, config, following)
         if len(_prepared) >= PREPARED_LIMIT:
             _prepared.clear()
         _prepared[key] = prepared
@@ -296,6 +309,7 @@ def _prepare(
     options: Options,
     sinks: torch.Tensor | None,
     config: FwdConfig | None,
+    following: Next | None,
 ) -> Prepared:
     problem = Problem.of(*qkv, mods=mods, sinks=sinks, **options._asdict())
     if problem.empty:
@@ -310,7 +324,7 @@ def _prepare(
         launch = launch._replace(scratch=tensor_memory(problem.device, launch.sm_count))
     ready = all(kernel_ready(tensor) is tensor for tensor in qkv)
     alike = qkv[0].is_contiguous() and qkv[0].shape == problem.out_shape
-    return Prepared(problem, compiled(plan), launch, ready, sign, alike)
+    return Prepared(problem, compiled(plan, following), launch, ready, sign, alike)
 
 
 def positive_scale(scale: float) -> tuple[int, float]:

@@ -38,7 +38,7 @@ MAY_IMPORT = {
 NEEDS_CUTLASS = {"device", "kernels"}
 COMPILES = {"fa_cute.host.compile", "fa_cute.host.fakes"}
 # What host/compile.py uses around a compile, and no kernel is made from.
-HOSTS = ("cache.py", "launch.py", "repeats.py", "target.py")
+HOSTS = ("cache.py", "launch.py", "repeats.py", "target.py", "worker.py")
 
 
 def _files() -> list[Path]:

@@ -90,6 +90,10 @@ class Plans(NamedTuple):
     main: Plan
     postprocess: Plan
 
+    def slowest_first(self) -> tuple[Plan, ...]:
+        """For a process that compiles them ahead: while it has the main one, others have a pass."""
+        return self.main, self.postprocess, self.preprocess
+
 
 @functools.lru_cache(maxsize=1024)
 def plans_of(

@@ -144,6 +144,10 @@ class Store:
     def _file(self, key: str) -> Path:
         return self.path / f"{key}.so"
 
+    def __contains__(self, key: str) -> bool:
+        """Whether there is a file of ``key``, sound or not."""
+        return self._file(key).exists()
+
     def read(self, key: str) -> Entry | None:
         """The entry of ``key``, checked and counted as used; None if there is no sound one."""
         path = self._file(key)

@@ -20,11 +20,11 @@ import tempfile
 import threading
 import time
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fa_cute.host import cache, fakes, launch, repeats, target
+from fa_cute.host import cache, fakes, launch, repeats, target, worker
 from fa_cute.host.launch import Kernel, Resources
 from fa_cute.mods.graph import Graph
 from fa_cute.plan import BACKWARD, FORWARD, POSTPROCESS, PREPROCESS, Plan
@@ -49,6 +49,9 @@ KERNELS = {
     **{(FORWARD, name): ("fwd_sm100", "FwdSm100") for name in BLACKWELL},
 }
 
+# What will be wanted next where a plan's kernel is: of a training call's forward, its backward.
+Next = Callable[[Plan], Sequence[Plan]]
+
 _memory: dict[Plan, Kernel] = {}
 _bundles: list[cache.Store] = []
 _flights: dict[str, threading.Lock] = {}
@@ -56,10 +59,13 @@ _flights_guard = threading.Lock()
 _compiler_lock = threading.Lock()
 
 
-def compiled(plan: Plan) -> Kernel:
-    """The kernel of ``plan``: from memory, else from disk, else compiled and kept on disk."""
+def compiled(plan: Plan, following: Next | None = None) -> Kernel:
+    """The kernel of ``plan``: from memory, else from disk, else compiled and kept on disk.
+
+    Where it must be compiled, the kernels ``following`` it are, by a process beside.
+    """
     kernel = _memory.get(plan)
-    return _obtain(plan) if kernel is None else kernel
+    return _obtain(plan, following) if kernel is None else kernel
 
 
 def in_memory(plan: Plan) -> bool:
@@ -125,7 +131,7 @@ def _fingerprint() -> str:
     return digest.hexdigest()[:16]
 
 
-def _obtain(plan: Plan) -> Kernel:
+def _obtain(plan: Plan, following: Next | None) -> Kernel:
     parts = key_parts(plan)
     key = key_of(parts)
     with _flights_guard:
@@ -133,11 +139,13 @@ def _obtain(plan: Plan) -> Kernel:
     with flight:
         kernel = _memory.get(plan)
         if kernel is None:
-            kernel = _memory[plan] = _from_disk_or_compiler(plan, key, parts)
+            kernel = _memory[plan] = _from_disk_or_compiler(plan, key, parts, following)
     return kernel
 
 
-def _from_disk_or_compiler(plan: Plan, key: str, parts: Mapping[str, str]) -> Kernel:
+def _from_disk_or_compiler(
+    plan: Plan, key: str, parts: Mapping[str, str], following: Next | None = None
+) -> Kernel:
     store = cache.opened()
     kernel = _from_disk(store, plan, key)
     if kernel is not None:
@@ -148,12 +156,23 @@ def _from_disk_or_compiler(plan: Plan, key: str, parts: Mapping[str, str]) -> Ke
                 stack.enter_context(store.single_flight(key))
             except OSError as error:
                 cache.unwritable(error, store.path)
+                following = None
             kernel = _from_disk(store, plan, key)
             if kernel is not None:
                 return kernel
         _require_compiler(plan)
         _log_miss(store, key, parts)
+        if store is not None and following is not None:
+            worker.ahead([other for other in following(plan) if _missing(store, other)])
         return _from_compiler(store, plan, key, parts)
+
+
+def _missing(store: cache.Store, plan: Plan) -> bool:
+    """Whether to compile ``plan`` ahead: there is such a kernel, and it is not at hand."""
+    if plan in _memory or not has_kernel(plan):
+        return False
+    key = key_of(key_parts(plan))
+    return not any(key in place for place in (store, *_bundles))
 
 
 def publish(plan: Plan) -> tuple[str, float]:

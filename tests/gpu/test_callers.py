@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import fa_cute
+from fa_cute.host import worker
 
 from .configurations import MODS, PLAIN
 from .judging import DEVICE, Inputs, arguments, inputs
@@ -81,6 +82,30 @@ def test_eight_processes_on_a_cold_cache(tmp_path: Path) -> None:
     sources, digests = zip(*(out.split() for out, _ in said), strict=True)
     assert sorted(sources) == ["compiled"] + ["disk"] * 7 and len(set(digests)) == 1
     assert len(list((tmp_path / "kernels").glob("*.so"))) == 1
+
+
+TRAINING = """
+import hashlib, torch, fa_cute
+torch.manual_seed(1)
+x = torch.randn(3, 1, 300, 2, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+mod = lambda score, b, h, q, kv: score - 0.5 * (q - kv).abs()
+fa_cute.attention(*x, score_mod=mod, deterministic=True).sum().backward()
+print(hashlib.sha256(x.grad.cpu().view(torch.uint8).numpy().tobytes()).hexdigest())
+"""
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < worker.LEAST_CORES, reason="few cores")
+def test_a_backward_compiled_beside_its_forward(tmp_path: Path) -> None:
+    """On a cold cache a second process compiles it; on a warm one there is none. Same bits."""
+    environment = os.environ | {"FA_CUTE_CACHE_DIR": str(tmp_path), "FA_CUTE_LOG": "cache"}
+    command = [sys.executable, "-c", TRAINING]
+    cold, warm = (
+        subprocess.run(command, env=environment, capture_output=True, text=True) for _ in range(2)
+    )
+    assert "compiles 3 more, which will be wanted next" in cold.stderr, cold.stderr
+    assert "compiles" not in warm.stderr and "is being compiled" not in warm.stderr
+    assert len(list(tmp_path.glob("*.so"))) == 4 and len(cold.stdout.split()) == 1
+    assert cold.stdout == warm.stdout
 
 
 def test_a_function_that_torch_compiles() -> None:
