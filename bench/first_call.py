@@ -63,7 +63,7 @@ def start(kind: str, bytecode: str) -> dict[str, Any]:
     """Seconds and facts of one fresh process of a kind; ``bytecode``: a folder of modules'."""
     environment = os.environ | {"PYTHONPYCACHEPREFIX": bytecode, "PYTHONDONTWRITEBYTECODE": ""}
     command = [sys.executable, "-c", PROCESS.format(**KINDS[kind])]
-    with tempfile.TemporaryDirectory() as kernels:
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as kernels:
         environment["FA_CUTE_CACHE_DIR"] = kernels
         run = subprocess.run(command, capture_output=True, text=True, env=environment)
     if run.returncode:
