@@ -191,7 +191,9 @@ def publish(plan: Plan) -> tuple[str, float]:
         with tempfile.TemporaryDirectory(prefix="fa_cute-") as scratch:
             path, about = _described(plan, key, parts, Path(scratch))
             store.publish(key, path.read_bytes(), about)
-    return "compiled", time.perf_counter() - started
+    seconds = time.perf_counter() - started
+    cache.log(f"compiled {key} in {seconds:.2f} s")
+    return "compiled", seconds
 
 
 def _log_miss(store: cache.Store | None, key: str, parts: Mapping[str, str]) -> None:
