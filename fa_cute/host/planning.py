@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -34,12 +34,29 @@ DEAR = 10  # issue slots of what depends on q - kv; from there on it goes throug
 MOD_NAMES = ("score_mod", "mask_mod")
 
 
-class Mods(NamedTuple):
-    """The traced mods of a call; None where there is none. ``blocks``: a mask that was planned."""
+class Mods:
+    """The traced mods of a call; None where there is none. ``blocks``: a mask that was planned.
 
-    score_mod: Traced | None = None
-    mask_mod: Traced | None = None
-    blocks: MaskBlocks | None = None
+    ``captured`` (tensors) and ``scalars`` (0-d CPU tensors as numbers) are score_mod's, then
+    mask_mod's: a call reads them four times.
+    """
+
+    __slots__ = ("blocks", "captured", "mask_mod", "scalars", "score_mod")
+
+    def __init__(
+        self,
+        score_mod: Traced | None = None,
+        mask_mod: Traced | None = None,
+        blocks: MaskBlocks | None = None,
+    ) -> None:
+        self.score_mod, self.mask_mod, self.blocks = score_mod, mask_mod, blocks
+        self.captured: tuple[torch.Tensor, ...] = ()
+        self.scalars: tuple[Any, ...] = ()
+        if score_mod is not None:
+            _, self.captured, self.scalars = score_mod
+        if mask_mod is not None:
+            self.captured += mask_mod.captured
+            self.scalars += mask_mod.scalars
 
     @classmethod
     def of(cls, score_mod: Callable | None, mask_mod: Callable | MaskBlocks | None) -> Mods:
@@ -57,37 +74,27 @@ class Mods(NamedTuple):
 
     def present(self) -> Iterator[tuple[str, Traced]]:
         """(name, traced) of the mods that are there: score_mod first, as the kernel takes them."""
-        for name, traced in zip(MOD_NAMES, self[:2], strict=True):
+        for name, traced in zip(MOD_NAMES, (self.score_mod, self.mask_mod), strict=True):
             if traced is not None:
                 yield name, traced
 
     def facts(self) -> tuple[Any, ...]:
         """What chooses a call's kernel: graphs, the tensor that TMA loads, shapes and devices."""
-        score_mod, mask_mod, blocks = self
+        score_mod, mask_mod = self.score_mod, self.mask_mod
         facts = (
             None if score_mod is None else score_mod.graph.key,
             None if mask_mod is None else mask_mod.graph.key,
         )
-        captured = self.captured
-        if captured:
+        if self.captured:
             facts += (self.bias,)
-            for tensor in captured:
+            for tensor in self.captured:
                 facts += (tensor.shape, tensor.device)
-        return facts if blocks is None else facts + blocks.tile
+        return facts if self.blocks is None else facts + self.blocks.tile
 
-    @property
-    def captured(self) -> tuple[torch.Tensor, ...]:
-        """Captured tensors: score_mod's, then mask_mod's."""
-        score_mod, mask_mod, _ = self
-        first = () if score_mod is None else score_mod.captured
-        return first if mask_mod is None else first + mask_mod.captured
-
-    @property
-    def scalars(self) -> tuple[Any, ...]:
-        """Captured 0-d CPU tensors as numbers: score_mod's, then mask_mod's."""
-        score_mod, mask_mod, _ = self
-        first = () if score_mod is None else score_mod.scalars
-        return first if mask_mod is None else first + mask_mod.scalars
+    def graphs(self) -> tuple[Graph | None, Graph | None]:
+        """The graphs of score_mod and mask_mod."""
+        score_mod, mask_mod = self.score_mod, self.mask_mod
+        return score_mod and score_mod.graph, mask_mod and mask_mod.graph
 
     @property
     def bias(self) -> int | None:
@@ -153,7 +160,7 @@ def plan_by_elements(problem: Problem, mods: Mods, target: str) -> Plan:
             f"fa_cute has kernels for {', '.join(CONFIGS)}, not for {target}; "
             "CPU tensors run anywhere, through fa_cute.attention on q.cpu()"
         )
-    score_mod, mask_mod = (None if traced is None else traced.graph for traced in mods[:2])
+    score_mod, mask_mod = mods.graphs()
     window = tuple(bound is not None for bound in problem.window)
     dtype = str(problem.dtype).removeprefix("torch.")
     config = CONFIGS[target](
@@ -241,7 +248,7 @@ def takes_lists(graph: Graph) -> bool:
 def _visits(mods: Mods, config: FwdConfig) -> str:
     """Where the visited blocks come from; lists of another tile than the kernel's are not read."""
     listed = mods.blocks is not None and mods.blocks.tile == (config.tile_m, config.tile_n)
-    return visits_of(*(mod and mod.graph for mod in mods[:2]), listed=listed)
+    return visits_of(*mods.graphs(), listed=listed)
 
 
 def visits_of(score_mod: Graph | None, mask_mod: Graph | None, *, listed: bool) -> str:
