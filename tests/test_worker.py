@@ -75,17 +75,30 @@ def test_without_a_disk_nothing_is_asked_for(
 def test_where_no_process_can_be_started_there_is_none(
     builds: Callable[[], int], monkeypatch: pytest.MonkeyPatch, executable: str
 ) -> None:
-    monkeypatch.setattr(worker, "LEAST_CORES", 1)
+    monkeypatch.setattr(worker, "_cores_are_free", lambda: True)
     monkeypatch.setattr(sys, "executable", executable)
     threads = threading.active_count()
     assert compiling.compiled(_forward(), _following).source == "compiled"
     assert builds() == 1 and threading.active_count() == threads
 
 
-def test_few_cores_compile_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(worker.LEAST_CORES - 1)))
-    monkeypatch.setattr(worker, "start", None)
+@pytest.mark.parametrize(
+    ("cores", "load", "starts"), [(16, 2.0, True), (16, 15.5, False), (3, 0.0, False)]
+)
+def test_a_host_without_free_cores_compiles_one_after_the_other(
+    monkeypatch: pytest.MonkeyPatch, cores: int, load: float, starts: bool
+) -> None:
+    def start(**_: object) -> None:
+        started.append(True)
+        raise OSError
+
+    started: list[bool] = []
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
+    monkeypatch.setattr(os, "cpu_count", lambda: cores)
+    monkeypatch.setattr(os, "getloadavg", lambda: (load, 0.0, 0.0))
+    monkeypatch.setattr(worker, "start", start)
     worker.ahead(_following(_forward()))
+    assert bool(started) == starts
 
 
 @pytest.mark.compile
@@ -95,7 +108,7 @@ def test_a_kernel_compiled_beside_is_found(
     monkeypatch.setenv("FA_CUTE_CACHE_DIR", str(tmp_path))
     monkeypatch.setenv("FA_CUTE_LOG", "cache")
     monkeypatch.setattr(compiling, "_memory", {})
-    monkeypatch.setattr(worker, "LEAST_CORES", 1)
+    monkeypatch.setattr(worker, "_cores_are_free", lambda: True)
     (_, *passes), store = _following(_forward()), cache.opened()
     worker.ahead(passes)
     keys = [compiling.key_of(compiling.key_parts(plan)) for plan in passes]

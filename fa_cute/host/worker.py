@@ -58,7 +58,7 @@ def ahead(plans: Sequence[Plan]) -> None:
     Nobody waits for it: who wants a kernel while it is compiled waits for the lock of its key, and
     who comes before, or where the process fails, compiles it himself. It ends with its work.
     """
-    if not plans or len(os.sched_getaffinity(0)) < LEAST_CORES or not _is_python(sys.executable):
+    if not plans or not _cores_are_free() or not _is_python(sys.executable):
         return
     try:
         said = None if cache.logging() else subprocess.DEVNULL
@@ -70,6 +70,12 @@ def ahead(plans: Sequence[Plan]) -> None:
         return
     cache.log(f"process {process.pid} compiles {len(plans)} more, which will be wanted next")
     threading.Thread(target=process.wait, daemon=True).start()
+
+
+def _cores_are_free() -> bool:
+    """Whether there are cores enough, and fewer that run or wait for one than the host has."""
+    few = len(os.sched_getaffinity(0)) < LEAST_CORES
+    return not few and os.getloadavg()[0] < (os.cpu_count() or 1) - 1
 
 
 def _is_python(executable: str | None) -> bool:
