@@ -111,20 +111,27 @@ class _Attention(torch.autograd.Function):
     def backward(
         ctx: FunctionCtx, dout: torch.Tensor | None, dlse: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, ...]:
+        saved = ctx.saved_tensors  # once: a checkpoint unpacks no tensor a second time
         with torch.no_grad():
-            given = _gradients(ctx, dout, dlse)
+            given = _gradients(ctx, saved, dout, dlse)
         # torch's once_differentiable refuses only where dout requires a gradient: not for a sum.
         if not torch.is_grad_enabled():
             return given
-        return _Last.apply(*(x if x is None else x.detach().requires_grad_() for x in given))
+        return _Last.apply(len(given), *given, dout, dlse, *saved)
 
 
 class _Last(torch.autograd.Function):
-    """Gradients that are used to build more graph (``create_graph``): they have none."""
+    """Gradients that are used to build more graph (``create_graph``): they have none.
+
+    They come from what they were computed of: else ``torch.autograd.grad`` of them with respect to
+    a weight behind q would leave this out without a word, and be wrong.
+    """
 
     @staticmethod
-    def forward(ctx: FunctionCtx, *given: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        return tuple(x if x is None else x.view_as(x) for x in given)
+    def forward(
+        ctx: FunctionCtx, count: int, *tensors: torch.Tensor | None
+    ) -> tuple[torch.Tensor | None, ...]:
+        return tuple(x if x is None else x.view_as(x) for x in tensors[:count])
 
     @staticmethod
     def backward(ctx: FunctionCtx, *_: torch.Tensor | None) -> None:
@@ -135,14 +142,14 @@ class _Last(torch.autograd.Function):
 
 
 def _gradients(
-    ctx: FunctionCtx, dout: torch.Tensor | None, dlse: torch.Tensor | None
+    ctx: FunctionCtx, saved: Tensors, dout: torch.Tensor | None, dlse: torch.Tensor | None
 ) -> tuple[torch.Tensor | None, ...]:
-    """What ``_Attention.backward`` gives to each of the inputs."""
+    """What ``_Attention.backward`` gives to each of the inputs; ``saved``: the tensors of ctx."""
     if dout is None and dlse is None:
         return (None,) * len(ctx.needs_input_grad)
     call, needs = ctx.call, ctx.needs_input_grad
-    q, k, v, out, lse, sinks, *saved = ctx.saved_tensors
-    captured = [t if aside is None else aside for t, aside in zip(saved, ctx.aside)]
+    q, k, v, out, lse, sinks, *kept = saved
+    captured = [t if aside is None else aside for t, aside in zip(kept, ctx.aside)]
     dout = torch.zeros_like(out) if dout is None else dout
     sums = _zeros(call.plans, captured)
     targets = tuple(x[..., 0] if x.dtype == torch.int64 else x for x in sums.values())

@@ -206,6 +206,29 @@ def test_twice_differentiating_is_an_error(monkeypatch: pytest.MonkeyPatch) -> N
             dq.sum().backward()
 
 
+@pytest.mark.parametrize("of", ["dq", "dcap"])
+@pytest.mark.parametrize("to", ["weight", "cap", "sinks", "dout"])
+def test_twice_differentiating_is_an_error_with_respect_to_anything(
+    monkeypatch: pytest.MonkeyPatch, of: str, to: str
+) -> None:
+    """``torch.autograd.grad`` walks only towards what it is asked for: each way must end here."""
+    leaves = {name: torch.tensor(1.5, requires_grad=True) for name in ("weight", "cap", "dout")}
+    leaves["sinks"] = torch.zeros(HQ, requires_grad=True)
+    q, k, v = (t.detach() for t in inputs())
+    q = q * leaves["weight"]
+    _, out, _ = called(
+        monkeypatch,
+        (q, k, v),
+        sinks=leaves["sinks"],
+        score_mod=lambda s, b, h, q, kv: s * leaves["cap"],
+    )
+    by = q if of == "dq" else leaves["cap"]
+    (given,) = torch.autograd.grad(out.sum() * leaves["dout"], by, create_graph=True)
+    penalty = given.square().sum() * leaves["weight"] * leaves["cap"]
+    with pytest.raises(RuntimeError, match="differentiated twice"):
+        torch.autograd.grad(penalty, leaves[to], allow_unused=True)
+
+
 def test_what_requires_no_gradient_gets_none() -> None:
     table = torch.rand(HQ).requires_grad_()
     mods = Mods.of(lambda s, b, h, q, kv: s * table[h], None)
