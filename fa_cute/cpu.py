@@ -58,7 +58,7 @@ def attention(
         k_blocks=k.permute(0, 2, 3, 1).to(compute).split(TILE_N, dim=3),
         v_blocks=v.permute(0, 2, 1, 3).to(compute).split(TILE_N, dim=2),
         bounds=bounds,
-        score_mod=score_mod,
+        score_mod=score_mod and score_mod._replace(captured=_learned(score_mod.captured)),
         mask_mod=mask_mod,
         sinks=None if sinks is None else sinks.to(compute),
     )
@@ -83,6 +83,17 @@ def attention(
         nothing = source.expand(0, *source.shape).sum()
         out, lse = out + nothing.to(out.dtype), lse + nothing.to(lse.dtype)
     return out.contiguous(), lse
+
+
+def _learned(captured: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    """``captured`` with what is learned in fp32 at least: a sum of a gradient in bf16 stands still.
+
+    Of 18 million terms of seven numbers it was 35 % off.
+    """
+    return tuple(
+        t.float() if t.requires_grad and t.dtype.itemsize < 4 and torch.is_grad_enabled() else t
+        for t in captured
+    )
 
 
 def tile_rows(heads: int) -> int:

@@ -112,20 +112,26 @@ class _TensorIndexing(TorchFunctionMode):
             table, index = args
             index = index if isinstance(index, tuple) else (index,)
             if any(isinstance(part, torch.Tensor) for part in index):
-                return torch.ops.aten.index(table, _gather_index(table, index))
+                table, parts = _gather_index(table, index)
+                # Its gradient is a sum over all reads of an element: in bf16 it would stand still.
+                wide = table.double() if table.requires_grad else table
+                return torch.ops.aten.index(wide, parts).to(table.dtype)
         return func(*args, **(kwargs or {}))
 
 
-def _gather_index(table: torch.Tensor, index: tuple) -> list[torch.Tensor | None]:
-    """One tensor a dimension, None for a whole one (``:``, or what an ellipsis stands for)."""
+def _gather_index(
+    table: torch.Tensor, index: tuple
+) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
+    """The table, sliced, and one tensor a dimension: None for a whole one (``:``, an ellipsis)."""
     if Ellipsis in [part for part in index if not isinstance(part, torch.Tensor)]:
         at = next(i for i, part in enumerate(index) if part is Ellipsis)
         whole = (slice(None),) * (table.ndim - len(index) + 1)
         index = (*index[:at], *whole, *index[at + 1 :])
     parts: list[torch.Tensor | None] = []
-    for part in index:
-        if isinstance(part, slice) and part == slice(None):
+    for dim, part in enumerate(index):
+        if isinstance(part, slice):
+            table = table.movedim(dim, 0)[part].movedim(0, dim)
             parts.append(None)
         else:
             parts.append(torch.as_tensor(part, device=table.device))
-    return parts
+    return table, parts

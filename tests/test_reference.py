@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
 import torch.nn.functional as F
 
+import fa_cute
 from fa_cute.reference import attention
 
 
@@ -91,3 +93,34 @@ def test_rows_without_keys() -> None:
     assert q.grad.isfinite().all() and (q.grad[:, :2] == 0).all()
     empty_out, empty_lse = attention(q, k[:, :0], v[:, :0], return_lse=True)
     assert (empty_out == 0).all() and (empty_lse == -math.inf).all()
+
+
+def test_a_slice_of_a_captured_tensor() -> None:
+    q, k, v = make(1, 4, 5, 2, 1)
+    table = torch.randn(4, 9, 5, dtype=torch.float64)
+    part = table[:, 3:7].contiguous()
+    found = attention(q, k, v, score_mod=lambda s, b, h, i, j: s + table[i, 3:7, j].sum())
+    right = attention(q, k, v, score_mod=lambda s, b, h, i, j: s + part[i, :, j].sum())
+    torch.testing.assert_close(found, right)
+    found = attention(q, k, v, score_mod=lambda s, b, h, i, j: s + table[1:3, i, j][1])
+    torch.testing.assert_close(
+        found, attention(q, k, v, score_mod=lambda s, b, h, i, j: s + table[2, i, j])
+    )
+
+
+@pytest.mark.parametrize("call", [attention, fa_cute.attention], ids=["oracle", "CPU path"])
+def test_a_learned_table_in_bf16_gets_all_of_its_gradient(call: Callable) -> None:
+    """Two numbers that 320,000 scores read: a sum in bf16 stops at 256 times its terms."""
+    q, k, v = (t.float() for t in make(1, 400, 400, 2, 1))
+    signs = (1 - 2 * (torch.arange(400) % 2)).view(400, 1, 1)
+    table = torch.tensor([0.5, -0.25])
+
+    def gradient(table: torch.Tensor) -> torch.Tensor:
+        mod = lambda s, b, h, i, j: s + table[(i + j) % 2].float()  # noqa: E731
+        out = call(q, k, v.abs() * signs, score_mod=mod)
+        return torch.autograd.grad((out * signs).sum(), table)[0]
+
+    right = gradient(table.double().requires_grad_())
+    found = gradient(table.bfloat16().requires_grad_())
+    assert found.dtype == torch.bfloat16
+    assert (found.double() - right).abs().max() <= 0.02 * right.abs().max()

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
+from torch.autograd.function import FunctionCtx
 
 from fa_cute.mods.fold import Number
 from fa_cute.mods.graph import Graph, Node
@@ -175,8 +176,34 @@ def _load(source: Tensor, indices: list[Tensor | Number], near: Tensor) -> Tenso
             _inside(x if isinstance(x, Tensor) else _tensor(x, "int32", near).view(ones), size)
             for x, size in zip(indices, source.shape, strict=False)
         ]
-        source = source[tuple(inside)]
+        learned = source.requires_grad and torch.is_grad_enabled()
+        source = _Read.apply(source, *inside) if learned else source[tuple(inside)]
     return _readable(source)
+
+
+class _Read(torch.autograd.Function):
+    """``source[indices]``, whose gradient is added up in one order.
+
+    Torch adds it up in several threads: not the same bits twice, and in 1.2 to 5 times the time (a
+    million elements to 32 to a million places, two cores).
+    """
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, source: Tensor, *indices: Tensor) -> Tensor:
+        ctx.shape = source.shape
+        ctx.save_for_backward(*indices)
+        return source[indices]
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, given: Tensor) -> tuple[Tensor | None, ...]:
+        indices = ctx.saved_tensors
+        leading, rest = ctx.shape[: len(indices)], ctx.shape[len(indices) :]
+        place = indices[0]
+        for index, size in zip(indices[1:], leading[1:], strict=True):
+            place = place * size + index
+        total = given.new_zeros(leading.numel(), *rest)
+        total = total.index_add(0, place.reshape(-1), given.reshape(-1, *rest))
+        return total.view(ctx.shape), *(None for _ in indices)
 
 
 def _readable(value: Tensor) -> Tensor:
