@@ -177,15 +177,17 @@ def kernel_ready(tensor: torch.Tensor) -> torch.Tensor:
 
     The stride of a dimension of size 1 carries no meaning, so a view replaces a wrong one.
     """
+    unit = ALIGNMENT // tensor.element_size()
+    *outer, last = tensor.stride()
+    # The common case, in 1 us instead of 4: a backward asks it of five tensors.
+    aligned = math.gcd(unit, *outer) == unit and tensor.data_ptr() % ALIGNMENT == 0
+    if last == 1 and aligned:
+        return tensor
     if not layout_is_ready(tensor):
         return tensor.clone(memory_format=torch.contiguous_format)
-    unit = ALIGNMENT // tensor.element_size()
-    shape, (*outer, _) = tensor.shape, tensor.stride()
-    if all(stride % unit == 0 for stride in outer):
-        return tensor
-    sizes = zip(shape, outer, strict=False)
+    sizes = zip(tensor.shape, outer, strict=False)
     replaced = (unit if size == 1 else stride for size, stride in sizes)
-    return tensor.as_strided(shape, (*replaced, 1))
+    return tensor.as_strided(tensor.shape, (*replaced, 1))
 
 
 def layout_is_ready(tensor: torch.Tensor) -> bool:
