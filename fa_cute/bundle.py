@@ -12,6 +12,7 @@ import atexit
 import json
 import tempfile
 import zipfile
+import zlib
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from fa_cute.host import compile as compiling
 FORMAT = 1
 MANIFEST = "manifest.json"
 DESCRIBED = ("parts", "mods", "resources")
+DAMAGE = (zipfile.BadZipFile, zlib.error, KeyError)  # what reading a part of an archive may raise
 
 
 def bundle(
@@ -30,7 +32,7 @@ def bundle(
     """Write the kernels in the cache that this fa_cute can use to ``path``; what they are.
 
     ``keys`` (or their first digits) and ``target`` choose among them. ValueError if there are none,
-    or if one of them is not linked.
+    if a key is none of theirs, or if one of them is not linked.
     """
     store = cache.opened()
     here = compiling.host_parts()
@@ -42,6 +44,9 @@ def bundle(
             chosen.append(entry)
     if not chosen:
         raise ValueError("the cache holds no such kernels: fill it with `fa-cute compile` first")
+    for start in starts:
+        if not any(entry.key.startswith(start) for entry in chosen):
+            raise ValueError(f"no kernel that this fa_cute can use has a key that starts {start!r}")
     if not all(entry.about["linked"] for entry in chosen):
         raise ValueError("a kernel was compiled without a linker; install gcc and compile it anew")
     kernels = [
@@ -60,8 +65,10 @@ def read_manifest(path: str | Path) -> dict[str, Any]:
     try:
         with zipfile.ZipFile(path) as archive:
             manifest = json.loads(archive.read(MANIFEST))
-    except (zipfile.BadZipFile, KeyError) as error:
+    except (*DAMAGE, ValueError) as error:
         raise ValueError(f"{path} is no bundle of kernels: {error}") from error
+    if not isinstance(manifest, dict):
+        raise ValueError(f"{path} is no bundle of kernels: its {MANIFEST} holds no object")
     if manifest.get("format") != FORMAT:
         raise ValueError(
             f"{path} is a bundle of format {manifest.get('format')}; this version reads {FORMAT}"
@@ -73,22 +80,28 @@ def load_bundle(path: str | Path) -> list[dict[str, Any]]:
     """Make a bundle's kernels available to this process; what they are.
 
     A later ``attention`` or ``compile`` finds them as it finds kernels on disk. ValueError, naming
-    each difference, if they were made for another host, CUDA flavour, compiler or fa_cute.
+    each difference, if they were made for another host, CUDA flavour, compiler or fa_cute; also if
+    the bundle is damaged.
     """
     manifest = read_manifest(path)
-    here = compiling.host_parts()
+    here, needs = compiling.host_parts(), manifest.get("needs", {})
     wrong = [
-        f"{name} {manifest['needs'].get(name)} (here {value})"
+        f"{name} {needs.get(name)} (here {value})"
         for name, value in here.items()
-        if manifest["needs"].get(name) != value
+        if needs.get(name) != value
     ]
     if wrong:
         raise ValueError(f"the bundle {path} does not fit this host: {', '.join(wrong)}")
     folder = tempfile.TemporaryDirectory(prefix="fa_cute-bundle-")
     atexit.register(folder.cleanup)
     store = cache.Store(Path(folder.name))
-    with zipfile.ZipFile(path) as archive:
-        for kernel in manifest["kernels"]:
-            store.insert(kernel["key"], archive.read(f"{kernel['key']}.so"))
+    try:
+        with zipfile.ZipFile(path) as archive:
+            for kernel in manifest["kernels"]:
+                data = archive.read(f"{kernel['key']}.so")
+                cache.unpack(data)
+                store.insert(kernel["key"], data)
+    except (*DAMAGE, cache.Damaged) as error:
+        raise ValueError(f"the bundle {path} is damaged: {error}; write it anew") from error
     compiling.also_look_in(store)
     return manifest["kernels"]

@@ -199,6 +199,9 @@ def _explain(options: argparse.Namespace) -> None:
         raise ValueError(f"--length is {length}; it is a number of queries and keys, 0 or more")
     asked = _configuration(options, (1, options.gqa_ratio, length, length))
     dtype = dtype_of(asked["dtype"])
+    for name in ("gqa_ratio", "head_dim", "head_dim_v"):
+        if asked[name] is not None and asked[name] < 1:
+            raise ValueError(f"--{name.replace('_', '-')} is {asked[name]}; it is 1 or more")
     head_dim_v = asked["head_dim_v"] or asked["head_dim"]
     q = torch.empty(1, length, asked["gqa_ratio"], asked["head_dim"], dtype=dtype)
     k, v = q[:, :, :1], torch.empty(1, length, 1, head_dim_v, dtype=dtype)

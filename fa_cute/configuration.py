@@ -226,12 +226,15 @@ def load(path: str | Path) -> list[dict[str, Any]]:
     """
     try:
         rows = json.loads(Path(path).read_text())
-    except json.JSONDecodeError as error:
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} is no JSON: {error}") from error
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
         raise ValueError(f"{path} holds no list of configurations")
     _check_names(path, rows)
-    rows = [{k: _value(k, v) for k, v in row.items()} for row in rows]
+    rows = [
+        {k: _read(f"{path}, configuration {at}", k, v) for k, v in row.items()}
+        for at, row in enumerate(rows)
+    ]
     return [{k: Configuration(**row).arguments()[k] for k in row} for row in rows]
 
 
@@ -271,14 +274,30 @@ def _data(name: str, value: Any) -> Any:
     return str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else value
 
 
-def _value(name: str, value: Any) -> Any:
+def _read(where: str, name: str, value: Any) -> Any:
+    """An argument from JSON; ValueError, which names it and ``where``, for a graph that is none."""
     if name == "window":
-        return tuple(value)
+        return tuple(value) if isinstance(value, list) else value
     if name not in MOD_NAMES or value is None:
         return value
     if isinstance(value, str):
         return find_mod(value)
-    nodes = (Node(op, tuple(args), *rest) for op, args, *rest in value["nodes"])
-    captured = (Captured(*c) for c in value["captured"])
-    rest = tuple(value["scalars"]), tuple(value.get("more", ()))
-    return Graph(tuple(nodes), value["result"], tuple(captured), *rest)
+    try:
+        return _graph(value)
+    except (TypeError, KeyError, IndexError, ValueError) as error:
+        raise ValueError(
+            f"{where}: {name} is no graph as fa_cute.configuration.save writes it "
+            f"({type(error).__name__}: {error})"
+        ) from error
+
+
+def _graph(value: Mapping[str, Any]) -> Graph:
+    nodes = tuple(Node(op, tuple(args), *rest) for op, args, *rest in value["nodes"])
+    for at, node in enumerate(nodes):
+        if any(arg not in range(at) for arg in node.args):
+            raise ValueError(f"node {at} has arguments {node.args}, which are not before it")
+    captured = tuple(Captured(*c) for c in value["captured"])
+    more = tuple(value.get("more", ()))
+    if any(at not in range(len(nodes)) for at in (value["result"], *more)):
+        raise ValueError(f"a result is not among its {len(nodes)} nodes")
+    return Graph(nodes, value["result"], captured, tuple(value["scalars"]), more)

@@ -406,6 +406,19 @@ def test_the_least_recently_used_go_first(builds: Callable[[], int]) -> None:
     assert [entry.key for entry in store.entries()] == [keys[0], keys[2]]
 
 
+def test_files_that_are_no_kernels_go_before_those_that_are(builds: Callable[[], int]) -> None:
+    """They count, so that a folder full of them would keep no kernel at all."""
+    plans = [dataclasses.replace(PLAN, gqa_ratio=ratio) for ratio in (1, 2)]
+    first, second = (compiling.compiled(plan).key for plan in plans)
+    store = _store()
+    path = store.path / f"{first}.so"
+    path.write_bytes(_other_format(path.read_bytes()))
+    size = store.entries()[0].size
+    assert store.prune(2 * path.stat().st_size + size) == [] and path.exists()
+    assert store.prune(size) == [] and not path.exists()
+    assert [entry.key for entry in store.entries()] == [second]
+
+
 def test_publishing_keeps_to_the_limit(
     builds: Callable[[], int], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+import fa_cute
 from fa_cute import demo, reference
 from fa_cute.cli import main
 from fa_cute.configuration import Configuration
@@ -89,6 +93,98 @@ def test_an_error_is_a_sentence_and_a_status(capsys: pytest.CaptureFixture) -> N
     assert "'no_module:mod' names no module" in capsys.readouterr().err
     assert main(["compile", "--workers", "2"]) == 1
     assert "--workers compile what --from lists" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("option", "value"), [("--gqa-ratio", "0"), ("--head-dim", "-8"), ("--head-dim-v", "0")]
+)
+def test_explain_names_a_wrong_size(option: str, value: str, capsys: pytest.CaptureFixture) -> None:
+    assert main(["explain", option, value]) == 1
+    assert capsys.readouterr().err == f"fa-cute: {option} is {value}; it is 1 or more\n"
+
+
+GRAPH = {"nodes": [["q", [], "int32", 1, None]], "result": 0, "captured": [], "scalars": []}
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"window": 3}, "window 3: two booleans"),
+        ({"mask_mod": {"nodes": 3}}, "configuration 0: mask_mod is no graph"),
+        ({"mask_mod": {**GRAPH, "result": 5}}, "a result is not among its 1 nodes"),
+        ({"mask_mod": {**GRAPH, "nodes": [["not", [0], "bool", 1]]}}, "which are not before it"),
+        ({"score_mod": [1]}, "score_mod is no graph"),
+    ],
+)
+def test_a_list_of_configurations_that_is_none(
+    changes: dict[str, Any], said: str, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    path = tmp_path / "list.json"
+    path.write_text(json.dumps([{**ARGUMENTS, **changes}]))
+    assert main(["compile", "--from", str(path)]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("fa-cute: ") and said in error
+    path.write_bytes(b"\xe4\xff")
+    assert main(["compile", "--from", str(path)]) == 1
+    assert f"{path} is no JSON" in capsys.readouterr().err
+
+
+def test_a_bundle_holds_what_was_asked_for(
+    two_kernels: list[str], tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    out = str(tmp_path / "kernels.zip")
+    assert main(["bundle", out, two_kernels[0][:8], "zz"]) == 1
+    assert "has a key that starts 'zz'" in capsys.readouterr().err and not Path(out).exists()
+    assert main(["bundle", out, *two_kernels]) == 0
+    assert capsys.readouterr().out.endswith(f"2 kernels in {out}\n")
+
+
+def _cut(archive: dict[str, bytes], key: str) -> dict[str, bytes]:
+    return {**archive, f"{key}.so": archive[f"{key}.so"][:-1]}
+
+
+def _left_out(archive: dict[str, bytes], key: str) -> dict[str, bytes]:
+    return {name: data for name, data in archive.items() if name != f"{key}.so"}
+
+
+def _without_needs(archive: dict[str, bytes], key: str) -> dict[str, bytes]:
+    return {**archive, "manifest.json": b'{"format": 1}'}
+
+
+def _a_list(archive: dict[str, bytes], key: str) -> dict[str, bytes]:
+    return {**archive, "manifest.json": b"[1]"}
+
+
+def _no_json(archive: dict[str, bytes], key: str) -> dict[str, bytes]:
+    return {**archive, "manifest.json": b"{"}
+
+
+@pytest.mark.parametrize(
+    ("harm", "said"),
+    [
+        (_cut, "is damaged: it is truncated"),
+        (_left_out, "is damaged: .*no item named"),
+        (_without_needs, "does not fit this host"),
+        (_a_list, "is no bundle of kernels"),
+        (_no_json, "is no bundle of kernels"),
+    ],
+)
+def test_a_damaged_bundle(
+    harm: Callable, said: str, two_kernels: list[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "kernels.zip"
+    assert main(["bundle", str(path)]) == 0
+    with zipfile.ZipFile(path) as archive:
+        held = {name: archive.read(name) for name in archive.namelist()}
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, data in harm(held, two_kernels[0]).items():
+            archive.writestr(name, data)
+    with pytest.raises(ValueError, match=said):
+        fa_cute.load_bundle(path)
+    data = path.read_bytes()
+    path.write_bytes(data.replace(b"ELF", b"FLE"))
+    with pytest.raises(ValueError, match="damaged|no bundle|does not fit"):
+        fa_cute.load_bundle(path)
 
 
 def test_a_benchmark_without_a_gpu_is_a_sentence_too(

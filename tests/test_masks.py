@@ -228,6 +228,8 @@ def test_plan_mask_says_what_is_wrong() -> None:
         fa_cute.plan_mask(MASKS["dense"], 1, 1, 100, 100, device="meta")
     with pytest.raises(ValueError, match="no forward kernel"):
         fa_cute.plan_mask(MASKS["causal"], 1, 1, 100, 100, head_dim=77)
+    with pytest.raises(ValueError, match="no forward kernel has head_dim 64 and head_dim_v 0"):
+        fa_cute.plan_mask(MASKS["causal"], 1, 1, 100, 100, head_dim=64, head_dim_v=0)
 
 
 def block_mask(mask_mod: Callable | None = None):

@@ -57,6 +57,7 @@ def half(*shape: int) -> torch.Tensor:
         ({"q": half(B, SQ, 3, D)}, ValueError, "3 heads and k .* 2: .* positive multiple"),
         ({"q": half(B, SQ, 0, D)}, ValueError, "positive multiple"),
         ({"window": 3}, TypeError, r"window must be \(left, right\) or None, not 3"),
+        ({"window": {1, 2}}, TypeError, r"window must be \(left, right\) or None, not {1, 2}"),
         ({"window": (1, 2, 3)}, ValueError, "two bounds"),
         ({"window": (1.5, None)}, TypeError, "left bound must be an integer or None, not float"),
         ({"window": (1, True)}, TypeError, "right bound must be an integer or None, not bool"),
@@ -206,6 +207,32 @@ def test_a_captured_tensor_must_be_on_the_device_of_q() -> None:
     elsewhere = torch.zeros(SK, device="meta")
     with pytest.raises(ValueError, match="is on meta, but q on cpu"):
         problem(mods=Mods.of(None, lambda b, h, q, kv: elsewhere[kv] > 0))
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+def test_a_nested_tensor(layout: torch.layout) -> None:
+    nested = torch.nested.nested_tensor([half(SQ, HQ, D), half(SQ + 1, HQ, D)], layout=layout)
+    with pytest.raises(ValueError, match="q is a nested tensor"):
+        problem(q=nested)
+
+
+def test_a_captured_tensor_that_int32_cannot_index() -> None:
+    """Of the launch it was an error of another kind: "Out of bound extra[0][0].shape[1]"."""
+    on_gpu = dataclasses.replace(problem(), device=torch.device("cuda", 0))
+    wide = torch.zeros(1, 1, dtype=torch.uint8).expand(2, 2**31)
+
+    class OnGpu:
+        device, layout, shape, dtype = on_gpu.device, wide.layout, wide.shape, wide.dtype
+
+        @staticmethod
+        def numel() -> int:
+            return wide.numel()
+
+    traced = Mods.of(None, lambda b, h, q, kv: wide[b, kv] > 0).mask_mod
+    with pytest.raises(ValueError, match=r"\(2, 2147483648\) .* more than 2147483647 elements"):
+        check_captured(on_gpu, "mask_mod", traced._replace(captured=(OnGpu(),)))
+    problem(mods=Mods(None, traced))  # on the CPU path torch indexes it
 
 
 def test_a_captured_tensor_without_elements() -> None:

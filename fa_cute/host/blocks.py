@@ -215,7 +215,7 @@ def plan_mask(
     extents = Extents(*map(_size, ("B", "H", "Sq", "Sk"), extents))
     device = _device_of(traced, device)
     check_indexed(extents, "mask_mod", traced)
-    tiles = tiles_of((head_dim, head_dim_v or head_dim), device, tile)
+    tiles = tiles_of((head_dim, head_dim if head_dim_v is None else head_dim_v), device, tile)
     own = extents.batch if "b" in reads else 1, extents.heads if "h" in reads else 1
     evaluates = False
     if extents.empty:

@@ -209,21 +209,28 @@ class Store:
     def prune(self, limit: int, keep: str | None = None) -> list[Entry]:
         """Drop the least recently used entries until ``limit`` bytes remain; what was dropped.
 
-        ``keep`` stays. Parts that a killed process left behind for an hour go too.
+        ``keep`` stays. Files that are no sound kernels go first: they count, and nobody uses them.
+        Parts that a killed process left behind for an hour go too.
         """
         old = time.time() - ABANDONED_SECONDS
         for part in self.path.glob("part-*"):
             with contextlib.suppress(OSError):
                 if part.stat().st_mtime < old:
                     part.unlink()
-        sizes = 0
+        files = {}
         for path in self.path.glob("*.so"):
             with contextlib.suppress(FileNotFoundError):  # another process prunes, too
-                sizes += path.stat().st_size
+                files[path] = path.stat().st_size
+        sizes = sum(files.values())
         if sizes <= limit:
             return []
+        entries = self.entries()
+        for path in files.keys() - {entry.path for entry in entries}:
+            with contextlib.suppress(OSError):
+                self._drop(path)
+                sizes -= files[path]
         dropped = []
-        for entry in reversed(self.entries()):
+        for entry in reversed(entries):
             if sizes <= limit:
                 break
             if entry.key != keep:

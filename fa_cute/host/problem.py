@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import numbers
 import operator
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -235,7 +236,9 @@ def _check_tensors(q: Any, k: Any, v: Any, accepted: tuple[torch.dtype, ...]) ->
             raise ValueError(
                 f"{name} is inside a torch.func transform, which fa_cute does not support"
             )
-        if tensor.layout != torch.strided or tensor.is_nested:
+        if tensor.is_nested:
+            raise ValueError(f"{name} is a nested tensor; a dense one is needed: pad it and mask")
+        if tensor.layout != torch.strided:
             raise ValueError(f"{described(name, tensor)} is {tensor.layout}; a dense one is needed")
         if tensor.ndim != 4:
             raise ValueError(
@@ -336,6 +339,11 @@ def check_captured(problem: Problem, mod: str, traced: Traced) -> None:
             raise ValueError(f"{name}, is {tensor.layout}; a dense one can be read: .to_dense()")
         if tensor.numel() == 0 and not problem.empty:
             raise ValueError(f"{name}, has no element to read")
+        if max(tensor.shape, default=0) > MAX_ROWS and tensor.device.type == "cuda":
+            raise ValueError(
+                f"{name}, has a dimension of more than {MAX_ROWS} elements; indices are int32: "
+                "capture the part that is read, tensor[..., :2**31 - 1]"
+            )
         _check_range(name, tensor)
     check_indexed((problem.batch, problem.heads_q, problem.seqlen_q, problem.seqlen_k), mod, traced)
 
@@ -396,7 +404,8 @@ def _window(
     """
     if window is None:
         return None, None
-    if isinstance(window, (str, torch.Tensor)) or not hasattr(window, "__len__"):
+    kinds = (str, torch.Tensor, Mapping, Set)
+    if isinstance(window, kinds) or not hasattr(window, "__len__"):
         raise TypeError(f"window must be (left, right) or None, not {window!r}")
     if len(window) != 2:
         raise ValueError(f"window must be two bounds, (left, right), not {tuple(window)!r}")
