@@ -299,6 +299,23 @@ def test_a_block_mask_is_for_its_lengths() -> None:
         fa_cute.plan_mask(block_mask(), None, None, 256, 300)
 
 
+def test_a_slice_of_a_block_mask_says_what_it_is() -> None:
+    """It keeps the lengths of the whole; on a GPU the rows it lacks were an assertion there."""
+    flex = pytest.importorskip("torch.nn.attention.flex_attention")
+    mask = lambda b, h, q, kv: q >= kv  # noqa: E731
+    whole = flex.create_block_mask(mask, None, None, 512, 300, device="cpu", BLOCK_SIZE=(128, 64))
+    part = whole[:, :, 1:3]
+    part.mask_mod = mask
+    q, k, v = make((1, 512, 300, 2, 2))
+    words = "lists of 2 blocks of 128 queries, but its 512 queries are 4"
+    for length in (512, 256):
+        with pytest.raises(ValueError, match=words):
+            fa_cute.attention(q[:, :length], k, v, mask_mod=part)
+    with pytest.raises(ValueError, match=words):
+        fa_cute.plan_mask(part, None, None, 512, 300)
+    fa_cute.attention(q[:, :256], k, v, mask_mod=whole._adjust(256, 300))
+
+
 def test_full_blocks_of_a_created_block_mask() -> None:
     flex = pytest.importorskip("torch.nn.attention.flex_attention")
     mask = lambda b, h, q, kv: q + 3 * h >= kv  # noqa: E731

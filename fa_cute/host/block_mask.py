@@ -28,8 +28,16 @@ def is_block_mask(mask: Any) -> bool:
 def from_block_mask(mask: Any, call: tuple | None = None) -> Callable:
     """FlexAttention's ``BlockMask`` as a mask function of the same meaning; made once a stream.
 
-    ``call`` is (B, Hq, Sq, Sk), None where it does not matter: ValueError if it is for others.
+    ``call`` is (B, Hq, Sq, Sk), None where it does not matter: ValueError if it is for others, or
+    if it is a slice, whose lists are of fewer queries than it says.
     """
+    rows, length = mask.BLOCK_SIZE[0], mask.seq_lengths[0]
+    held, needed = mask.kv_num_blocks.shape[2], -(-length // rows)
+    if held != needed:
+        raise ValueError(
+            f"the BlockMask has lists of {held} blocks of {rows} queries, but its {length} queries "
+            f"are {needed}: it is a slice of another; make one for the queries of the call"
+        )
     if call is not None:
         batches = tuple(mask.kv_num_blocks.shape[:2])
         check_sizes("the BlockMask", (*batches, *mask.seq_lengths), batches, call)
