@@ -240,6 +240,21 @@ def repeated(count: int, step: Callable[[Value | int], None]) -> None:
         scf.YieldOp([])
 
 
+def hidden_unless(seen: Value, value: Value) -> Value:
+    """float32 ``value`` where ``seen``, else -inf: one select a lane, whatever ``seen`` is made of.
+
+    Of a select by a & b LLVM makes two, one by each; ptxas has a & b for nothing, as the second
+    comparison takes the first one's predicate. A document mask has so 64 FSEL a block, not 128.
+    """
+    text = "selp.f32 $0, $1, 0fFF800000, $2;"
+
+    def one(condition: Value, x: Value) -> Value:
+        return llvm.inline_asm(ir.F32Type.get(), [x, condition], text, "=f,f,b")
+
+    pairs = zip(lanes_in(seen), lanes_in(value), strict=True)
+    return gathered([one(*pair) for pair in pairs], lanes_of(value))
+
+
 def to_float(value: Value) -> Value:
     """int32 or bool as float32."""
     convert = arith.uitofp if element_of(value) == integer(1) else arith.sitofp

@@ -356,7 +356,12 @@ class Block:
         ``columns``: which of the fragment's ``s`` holds, if not all.
         """
 
+        program = self.rows.tile.mod.schedule
+        by_element = program.levels[program.lowered.graph.result] == "element"
+
         def hidden(seen: Any, row: Any) -> Any:
+            if by_element:
+                return emit.hidden_unless(seen, row)
             return arith.select(seen, row, emit.like(row, -math.inf))
 
         self._replace(s, hidden, columns)
