@@ -5,6 +5,7 @@ Each kernel is traced (2 to 4 s, nothing is compiled) and its record walked in m
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -16,7 +17,17 @@ from fa_cute.variants.t5_relative_bias import t5_relative_bias
 
 from fa_cute.configuration import Configuration
 from fa_cute.device import checker, protocol
-from fa_cute.device.protocol import CLUSTER, Arrive, Barrier, Branch, Group, Loop, Product, Settle
+from fa_cute.device.protocol import (
+    CLUSTER,
+    Arrive,
+    Barrier,
+    Branch,
+    Group,
+    Loop,
+    Product,
+    Settle,
+    Touch,
+)
 from fa_cute.host import configs
 from fa_cute.host.backward import plans_of
 from fa_cute.plan import Plan
@@ -38,6 +49,11 @@ def chunked(b: Any, h: Any, q: Any, kv: Any) -> Any:
     return (q // 64) == (kv // 64)
 
 
+def documents() -> Plan:
+    numbers = torch.empty(2, 256, dtype=torch.int32, device="meta")
+    return listed(mask_mod=lambda b, h, q, kv: numbers[b, q] == numbers[b, kv])
+
+
 def biased(dtype: torch.dtype = torch.bfloat16, **facts: Any) -> Plan:
     bias = torch.empty(16, 256, 256, dtype=dtype, device="meta")
     return forward(score_mod=lambda s, b, h, q, kv: s + bias[h, q, kv], **facts)
@@ -51,7 +67,7 @@ def paired(**facts: Any) -> Plan:
 
 
 def listed(**facts: Any) -> Plan:
-    return replace(forward(mask_mod=chunked, **facts), visits="lists")
+    return replace(forward(**{"mask_mod": chunked, **facts}), visits="lists")
 
 
 KERNELS: dict[str, Callable[[], Plan]] = {
@@ -61,6 +77,7 @@ KERNELS: dict[str, Callable[[], Plan]] = {
     "three consumers, window": lambda: forward(head_dim=64, window=(True, True)),
     "ranges of a mask": lambda: forward(mask_mod=chunked),
     "lists of a mask": listed,
+    "lists of a mask, columns brought by a warp": documents,
     "diagonals in shared memory": lambda: forward(score_mod=t5_relative_bias(torch.zeros(32, 8))),
     "a bias, two slots": biased,
     "a bias, one slot, causal": lambda: biased(torch.float32, causal=True),
@@ -117,8 +134,10 @@ def test_shipped_kernels(name: str) -> None:
     # What the recorder cannot express decides no loop of verbs: those have names. A consumer's
     # branch on a block's note (whether it is whole; Hopper's loop carries it to the next block) is
     # between bodies with the same verbs, whose sides are both walked; a correction warp's vote
-    # (whether some row needs rescaling) is of its own accesses.
-    assert set(unknown) <= {"cute.memref.load", "an argument", "nvvm.vote.sync"}, unknown
+    # (whether some row needs rescaling) is of its own accesses; so is whether a first block passes
+    # the end of the keys.
+    told = {"cute.memref.load", "an argument", "nvvm.vote.sync", "cute.get_scalars"}
+    assert set(unknown) <= told, unknown
     assert not any("free" in repr(loop.count) for loop in _loops(program.body))
     count = 30 if program.ctas > 1 else 60
     assert checker.check(program, scenarios(plan, 12), count) > 10_000
@@ -235,6 +254,32 @@ def test_a_slot_of_the_bias_that_no_fence_frees(target: str) -> None:
     program, _ = recorded(plan)
     wrong = wrong_by(program, without(lambda op: op == Settle("fence")))
     assert "missing fence: Copy" in found_in(plan, wrong)
+
+
+@pytest.mark.parametrize("change", ["read late", "not told"])
+def test_columns_beside_k(change: str) -> None:
+    """A second warp writes a mask's columns when K's slot is free, and arrives for them there."""
+    plan = documents()
+    program, _ = recorded(plan)
+    release, rings = releases(program, "k"), ring_of(program)
+
+    def late(items: list) -> list:
+        reads = [i for i in items if isinstance(i, Touch) and i.range.name == "columns"]
+        reads = [i for i in reads if not i.write]
+        rest = [item for item in items if item not in reads]
+        at = next((at for at, item in enumerate(rest, 1) if release(item)), len(rest))
+        return rest[:at] + reads + rest[at:]
+
+    if change == "read late":
+        wrong, expected = wrong_by(program, late), "unordered access"
+    else:
+        arrival = functools.partial(_writes, rings)
+        wrong, expected = wrong_by(program, without(arrival)), "deadlock"
+    assert expected in found_in(plan, wrong)
+
+
+def _writes(rings: dict[int, str], op: Any) -> bool:
+    return isinstance(op, Arrive) and op.writes and rings[op.slot] == "k"
 
 
 def is_wait(op: Any) -> bool:

@@ -242,7 +242,8 @@ class _Run:
             warp.slots[op.slot] = (ring, stage, lap)
             return True
         filled = self.filled.setdefault((ring, turn), warp.tile)
-        if filled != warp.tile and not (table.early and filled + 1 == warp.tile):
+        apart = filled - warp.tile
+        if apart and not (table.early and (apart == -1 or (filling and apart == 1))):
             raise self.fault(
                 f"phase error: warp {warp.number} takes at tile {warp.tile} what ring "
                 f"{op.ring!r} was filled with for tile {filled}"
@@ -278,7 +279,7 @@ class _Run:
         ctas = (warp.cta,)
         if table.paired:
             ctas = range(self.program.ctas) if op.commit else (0,)
-        if op.side == "full" and table.tx_bytes:
+        if op.side == "full" and table.tx_bytes and not op.writes:
             if warp.cta not in ctas:
                 return True  # the first CTA announces what the copies of both bring
             self.mbarrier(warp.cta, slot[0], "full", slot[1]).bytes += table.tx_bytes * (

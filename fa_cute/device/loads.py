@@ -21,7 +21,7 @@ import cutlass.cute as cute
 from cutlass import Int32, const_expr
 from cutlass.cute.nvgpu import cpasync
 
-from fa_cute.device import score
+from fa_cute.device import emit, score
 from fa_cute.device.operand import Reuse, loader
 from fa_cute.device.scheduler import BLOCK, COUNT, Place, ask, draw, tell
 from fa_cute.device.visits import Visit, inputs_of
@@ -88,6 +88,27 @@ class Loads:
                 rings = self.load_first(x, rings, buffers, place)
             with rings.v.fill() as last:
                 load_v(block, last)
+
+    @cute.jit
+    def bring(self, x: Any, rings, buffers: Any):
+        """All tiles' columns (``device/columns.py``): the warp beside the one that loads ahead."""
+        rings = rings._replace(k=rings.k.by_threads())
+        rings, tile, _, place = self.follow_on(x, rings, buffers)
+        while tile < x.tiles.count:
+            visits = self.seen(x, place)
+            _, given = score.deal(self.graphs, x.extra.captured, x.extra.scalars)
+            mask = self.columns.entered(given, place)
+            visit, loaded = Visit(visits.at(Int32(0)).block, Int32(0)), self.columns.registers()
+            loaded.fill(0)
+            for i in cutlass.range(visits.count, unroll=1):
+                masked, ahead = visit.whole == 0, self.ahead(visits, i + 1)
+                with emit.where(masked):
+                    self.columns.load(mask, visit.block * self.config.tile_n, loaded)
+                with rings.k.fill() as slot:
+                    with emit.where(masked):
+                        self.columns.leave(loaded, buffers.columns[None, slot.index])
+                visit = ahead
+            rings, tile, _, place = self.follow_on(x, rings, buffers)
 
     def introduce(self, x: Any, words: cute.Tensor, tile: Int32 | None, place: Place) -> None:
         """Tell consumers of the tile at ``place``; its number, unless ``draw`` has told it."""

@@ -31,9 +31,10 @@ def of(
     scratch: score.Scratch | None,
     *,
     by_diagonal: bool = False,
+    brought: bool = False,
 ) -> Mods:
     """A warpgroup's mods; ``scratch`` holds the words of both, one after the other, and then, if
-    ``by_diagonal``, the collector's."""
+    ``by_diagonal``, the collector's. ``brought``: as ``score.Modifier.of``."""
     mods = []
     given = score.deal(graphs, extra.captured, extra.scalars)
     for graph, operands in zip(graphs, given, strict=True):
@@ -41,7 +42,9 @@ def of(
         own = scratch if words else None
         mods.append(
             graph
-            and score.Modifier.of(graph, operands, scale=scale, fragment=fragment, scratch=own)
+            and score.Modifier.of(
+                graph, operands, scale=scale, fragment=fragment, scratch=own, brought=brought
+            )
         )
         scratch = scratch and scratch.past(words)
     collector = None
@@ -60,15 +63,20 @@ def enter(mods: Mods, head: tuple[Int32, Int32], first: Int32) -> Mods:
 
 
 def enter_block(
-    rows: Mods, first: Int32, tiles: score.Tiles | None = None, *, follows: bool = False
+    rows: Mods,
+    first: Int32,
+    tiles: score.Tiles | None = None,
+    columns: score.Tiles | None = None,
+    *,
+    follows: bool = False,
 ) -> Mods:
     """With what depends on the fragment's columns from ``first`` on computed.
 
-    ``tiles``: loads of the score_mod that are in shared memory (``device/bias.py``). ``follows``:
-    see ``score.Rows.block``.
+    ``tiles``: loads of the score_mod that are in shared memory (``device/bias.py``), ``columns``
+    those of the mask_mod (``device/columns.py``). ``follows``: see ``score.Rows.block``.
     """
     blocks = rows.score and rows.score.block(first, tiles, follows)
-    return Mods(blocks, rows.mask and rows.mask.block(first, None, follows), rows.collector)
+    return Mods(blocks, rows.mask and rows.mask.block(first, columns, follows), rows.collector)
 
 
 def line_of(blocks: Mods) -> score.Addend | None:

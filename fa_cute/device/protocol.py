@@ -89,12 +89,14 @@ class Wait(NamedTuple):
 class Arrive(NamedTuple):
     """Arrive on the slot's "full" or "empty"; ``commit``: when this warp's products are done.
 
-    On a full barrier the ring's bytes by TMA, if any, are announced too.
+    On a full barrier the ring's bytes by TMA, if any, are announced too; not by a warp that
+    ``writes`` to the slot beside TMA.
     """
 
     slot: int
     side: str
     commit: bool = False
+    writes: bool = False
 
 
 class Copy(NamedTuple):

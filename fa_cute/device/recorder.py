@@ -421,7 +421,7 @@ def _ring_verbs(record: Recorder) -> Iterator[tuple[Any, str, Callable]]:
         record.filling.remove(mine)
         if not ring.spec.tx_bytes:
             commits = any(map(callable, (*args, *options.values())))
-            record.add(Arrive(mine.number, "full", commits))
+            record.add(Arrive(mine.number, "full", commits, not commits))
 
     def recorded_take(ring: Ring) -> Slot:
         mine = record.hold(ring)

@@ -28,6 +28,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import cutlass
@@ -117,6 +118,11 @@ class Ring:
     def consumer(spec: Any, barriers: tuple[Any, Any]) -> Ring:
         """A consumer's side, at its start."""
         return Ring(spec, barriers, (Int32(0), Int32(0)), [])
+
+    def by_threads(self) -> Ring:
+        """The producer's side of another warp, which writes what TMA does not."""
+        spec = replace(self.spec, tx_bytes=0)
+        return Ring(spec, self.barriers, (self.index, self.phase), self.slots)
 
     def beside(self, other: Ring) -> Ring:
         """This ring where ``other`` is, which advances for both: taken once for each of its slots.

@@ -141,14 +141,16 @@ class Modifier:
         scale: Float32,
         fragment: Fragment,
         scratch: Scratch | None = None,
+        brought: bool = False,
     ) -> Modifier:
         """``given``: the graph's operands, from ``deal``; ``scale`` is the softmax scale.
 
+        ``brought``: what columns load is always at hand (``device/columns.py``).
         Raises ValueError where ``scratch_words`` is not 0 and no scratch is given.
         """
         program = schedule(graph, fragment.transposed)
         words = scratch_words(graph, fragment, scratch is not None and scratch.rolling)
-        if words and scratch is None:
+        if words and scratch is None and not brought:
             raise ValueError(f"this mod needs {words} words of shared memory and a barrier")
         tensors = zip(given.captured, graph.captured, strict=True)
         numbers = zip(given.scalars, graph.scalars, strict=True)
@@ -430,7 +432,8 @@ class Block:
         """The scope of some of the columns, with what they loaded."""
         scope = self.rows.columns(self.first, columns)
         program = self.rows.tile.mod.schedule
-        loaded = {at: self.rows.loaded(at, columns) for at in program.column}
+        own = (at for at in program.column if at not in self.tiles)
+        loaded = {at: self.rows.loaded(at, columns) for at in own}
         tiles = {at: read(columns) for at, read in self.tiles.items()}
         return replace(scope, known={**scope.known, **loaded, **tiles})
 

@@ -92,6 +92,10 @@ class Topology:
         """The role of that name."""
         return next(role for role in self.roles if role.name == name)
 
+    def ring(self, name: str) -> RingSpec:
+        """The ring of that name."""
+        return next(ring for ring in self.rings if ring.name == name)
+
     def first_warpgroup(self, name: str) -> int:
         """The number of the role's first warpgroup."""
         names = [role.name for role in self.roles]

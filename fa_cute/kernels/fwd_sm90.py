@@ -1,9 +1,10 @@
 """Attention forward on Hopper: O = softmax(mod(scale Q K^T)) V, one tile of queries after another.
 
-One producer warp, and ``tile_m / 64`` consumer warpgroups of 64 rows each. A consumer issues S of a
-block together with P V of the one before; its exponentials follow when both are there, and presume
-the row's maximum (``device/softmax.py``). Meanwhile the others multiply; where it pays, turns keep
-one on the tensor cores while another is on the exponentials:
+One producer warp (beside some masks a second: ``device/columns.py``), and ``tile_m / 64`` consumer
+warpgroups of 64 rows each. A consumer issues S of a block together with P V of the one before; its
+exponentials follow when both are there, and presume the row's maximum (``device/softmax.py``).
+Meanwhile the others multiply; where it pays, turns keep one on the tensor cores while another is on
+the exponentials:
 
     load        Q K0 K1 V0 K2 V1 ... next Q' K0' Vn        (device/loads.py)
     consumer 0  exp [S1 PV0]......exp [S2 PV1]......exp      [PVn S0'] O/l, store; exp [S1' ...
@@ -35,17 +36,19 @@ from fa_cute.device import emit, epilogue, mask, mma_sm90, modifiers, packing, s
 from fa_cute.device import staging as staged
 from fa_cute.device.bias import Bias, Reader
 from fa_cute.device.bounds import bounds_of
+from fa_cute.device.columns import Columns
 from fa_cute.device.loads import Loads
+from fa_cute.device.memory_sm90 import Buffers, Memory
 from fa_cute.device.modifiers import Mods
 from fa_cute.device.operand import TmaOperand, tma_operand
 from fa_cute.device.products_sm90 import Fragments, Products
 from fa_cute.device.ring import Turns
-from fa_cute.device.scheduler import COUNT, HEADER, Place, Tiles
+from fa_cute.device.scheduler import COUNT, Place, Tiles
 from fa_cute.device.topology import WARPGROUP, RingSpec, Role, Topology
 from fa_cute.device.visits import Visit
 from fa_cute.device.walk import Walk
 from fa_cute.mods.affine import ranges_of
-from fa_cute.plan import SHARED_MEMORY_LIMIT, Extra, Io, Launch, Plan
+from fa_cute.plan import Extra, Io, Launch, Plan
 from fa_cute.spans import Bounds
 
 DTYPES = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16}
@@ -61,19 +64,22 @@ def topology(plan: Plan) -> Topology:
     v_bytes = c.tile_n * plan.width_v * 2
     noted, tile = plan.visits != "bounds", Bias.of(plan)
     to, early, biases = ("load", "math"), opens_early(plan), ()
+    brought = int(columns_of(plan) is not None)  # by a second warp, which reads headers too
     if tile is not None:
         why = "freed when it is added to S"
         spec = RingSpec("bias", plan.bias_stages, tile.bytes, "load", "math", why, by_lanes=True)
         biases = (spec,)
+    duty, there = "draws tiles; TMA loads of Q, K, V, a bias", "freed when S is there"
+    readers = 4 * c.consumers + brought
     return Topology(
         roles=(
-            Role("load", 1, c.producer_registers, 1, "draws tiles; TMA loads of Q, K, V, a bias"),
+            Role("load", 1, c.producer_registers, 1 + brought, duty),
             Role("math", c.consumers, c.consumer_registers, 4, "wgmma, softmax, stores"),
         ),
         rings=(
-            RingSpec("next", NEXT_STAGES, 0, "load", "math", "the tile's header"),
+            RingSpec("next", NEXT_STAGES, 0, *to, "the tile's header", empties=readers),
             RingSpec("q", c.q_stages, q_bytes, *to, "freed after the tile's last S", early=early),
-            RingSpec("k", c.kv_stages, k_bytes, *to, "freed when S is there", noted, early=early),
+            RingSpec("k", c.kv_stages, k_bytes, *to, there, noted, 1 + brought, early=early),
             RingSpec("v", c.kv_stages, v_bytes, "load", "math", "freed when P V is there"),
             *biases,
         ),
@@ -84,40 +90,27 @@ def opens_early(plan: Plan) -> bool:
     """Whether S of the next tile is issued behind the last P V, to be multiplied under its stores.
 
     If its Q has a slot of its own. Beside a mask the producer finds the next tile's visits while it
-    loads this one's: with 40 registers, those of three ranges, or of two and bounds. d128 S1k
-    causal 528 -> 542 TFLOP/s, a window 581 -> 601, masks 2 to 6 % less time; d64 full with lse,
-    whose registers are all in use, 548 -> 518. Beside a score_mod nothing is gained, and with a
-    mask, bounds, sinks and lse as well 12 bytes spilled.
+    loads this one's: with 40 registers, those of three ranges, or of two and a bound (two and two
+    bounds spilled 4 bytes). d128 S1k causal 528 -> 542 TFLOP/s, a window 581 -> 601, masks 2 to 6 %
+    less time; d64 full with lse, whose registers are all in use, 548 -> 518. Beside a score_mod
+    nothing is gained, and with a mask, bounds, sinks and lse as well 12 bytes spilled.
     """
     c = plan.config
     if plan.score_mod is not None or c.q_stages == 1:
         return False
     cut = plan.causal or any(plan.window)
     if plan.visits == "ranges":
-        found = ranges_of(plan.mask_mod).ranges
-        return c.producer_registers > 32 and len(found) + cut <= 3
+        held = len(ranges_of(plan.mask_mod).ranges) + cut + plan.window[0]
+        return c.producer_registers > 32 and held <= 3
     if plan.visits == "lists":
         return c.producer_registers > 32
     return plan.mask_mod is None and (cut or not plan.return_lse)
 
 
-class Buffers(NamedTuple):
-    """Shared memory: q (tile_m, D, stages), k (tile_n, D, ·), v (tile_n, Dv, ·).
-
-    ``bias``: (tile_m, tile_n, ·), or None.
-    ``next``: headers (words, stages). ``notes``: the visits' words (stages of K,), or None.
-    ``scratch``: 32-bit words of the mods' diagonals, one part a consumer warpgroup, or None.
-    ``staging``: the address of what O is staged in (``device/staging.py``), or None.
-    """
-
-    q: cute.Tensor
-    k: cute.Tensor
-    v: cute.Tensor
-    next: cute.Tensor
-    notes: cute.Tensor | None
-    scratch: Any
-    bias: cute.Tensor | None
-    staging: Int32 | None
+def columns_of(plan: Plan) -> Columns | None:
+    """What is brought of a mask beside K, if anything."""
+    noted = plan.visits != "bounds" and opens_early(plan)
+    return Columns.of(plan.mask_mod, mma_sm90.fragment(plan.config.tile_n)) if noted else None
 
 
 @dataclass(frozen=True)
@@ -160,9 +153,10 @@ class Sweep:
     q: Any
     notes: cute.Tensor | None
     bias: Reader | None
+    columns: cute.Tensor | None
 
 
-class FwdSm90(Loads, Products):
+class FwdSm90(Loads, Memory, Products):
     """The kernel of one plan; ``__call__`` is its host entry, ``(Io, Extra, Launch, stream)``."""
 
     def __init__(self, plan: Plan):
@@ -178,9 +172,10 @@ class FwdSm90(Loads, Products):
         # Exact ranges hide by limits of each row, as bounds do, and their graph is not evaluated.
         self.graphs = plan.score_mod, None if self.walk.exact is not None else plan.mask_mod
         self.rolling = plan.bias is None and not self.walk.noted  # boxes take the room, notes leap
-        words = (score.scratch_words(graph, self.fragment, self.rolling) for graph in self.graphs)
+        self.opens_early, self.columns = opens_early(plan), columns_of(plan)
+        graphs = self.graphs if self.columns is None else ()
+        words = (score.scratch_words(graph, self.fragment, self.rolling) for graph in graphs)
         self.scratch_words = tuple(words)
-        self.opens_early = opens_early(plan)
         self.staged = self.stages_out()
 
     @cute.jit
@@ -242,52 +237,13 @@ class FwdSm90(Loads, Products):
             cute.arch.setmaxregister_decrease(self.topology.role("load").registers)
             if warp == 0:
                 self.load(x, self.topology.rings_of("producer", storage), buffers)
+            elif const_expr(self.columns is not None):
+                if warp == 1:
+                    rings = self.topology.rings_from(storage, next="consumer", k="producer")
+                    self.bring(x, rings, buffers)
         else:
             cute.arch.setmaxregister_increase(self.topology.role("math").registers)
             self.math(x, self.topology.rings_of("consumer", storage), buffers)
-
-    def stages_out(self) -> bool:
-        """Whether O is staged: where shared memory has room beside all else (2 KiB of barriers).
-
-        And where it is whole panels: d96 spilled 4 bytes.
-        """
-        plan, c = self.plan, self.config
-        held = 2 * c.tile_m * plan.width * c.q_stages
-        held += 2 * c.tile_n * (plan.width + plan.width_v) * c.kv_stages
-        held += 4 * sum(self.scratch_words) * c.consumers
-        room = held + 4 * staged.WARP_BYTES * c.consumers + 2048 <= SHARED_MEMORY_LIMIT
-        return room and self.walk.noted and self.opens_early and plan.width_v % staged.COLUMNS == 0
-
-    def allocate(self, x: Operands) -> tuple[Any, Buffers]:
-        """Shared memory: the barriers' storage, and the buffers as tensors."""
-        words_of = cute.make_layout((len(HEADER), NEXT_STAGES))
-        sizes = {"next": (Int32, cute.size(words_of))}
-        if self.walk.noted:
-            sizes["notes"] = (Int32, self.config.kv_stages)
-        names = ("q", "k", "v") if self.bias is None else ("q", "k", "v", "bias")
-        layouts = dict(zip(names, x.layouts, strict=True))
-        for name, layout in layouts.items():
-            dtype = self.bias.dtype if name == "bias" else self.dtype
-            sizes[name] = (dtype, cute.cosize(layout))
-        words = sum(self.scratch_words)
-        if words:
-            sizes["scratch"] = (Int32, words * self.config.consumers)
-        if self.staged:
-            sizes["staging"] = (Int32, staged.WARP_BYTES * self.config.consumers)
-        # The words of headers and notes lie beside the barriers: with a bias every KiB counts.
-        struct = self.topology.storage(sizes, ("next", "notes", "scratch"))
-        storage = cutlass.memory.SmemAllocator().allocate(struct)
-        q, k, v, *bias = (
-            getattr(storage, name).get_tensor(layout.outer, swizzle=layout.inner)
-            for name, layout in layouts.items()
-        )
-        following, notes = storage.next.get_tensor(words_of), None
-        if self.walk.noted:
-            notes = storage.notes.get_tensor(cute.make_layout(self.config.kv_stages))
-        scratch = storage.scratch.data_ptr() if words else None
-        staging = storage.staging.data_ptr().toint() if self.staged else None
-        bias = bias[0] if bias else None
-        return storage, Buffers(q, k, v, following, notes, scratch, bias, staging)
 
     @cute.jit
     def math(self, x: Operands, rings, buffers: Buffers):
@@ -345,7 +301,8 @@ class FwdSm90(Loads, Products):
         if sum(words):
             own = buffers.scratch + group * sum(words)
             scratch = score.Scratch(own, self.own_barrier(group), self.rolling)
-        return modifiers.of(self.graphs, x.extra or Extra(), x.scale, self.fragment, scratch)
+        of, brought = (x.extra or Extra(), x.scale, self.fragment, scratch), bool(self.columns)
+        return modifiers.of(self.graphs, *of, brought=brought)
 
     def sink(self, x: Operands, place: Place) -> Float32 | None:
         """The logit that the head adds to every row's softmax, or None."""
@@ -368,7 +325,8 @@ class FwdSm90(Loads, Products):
         state = softmax.RowState()
         f.o.fill(0.0)
         q = rings.q.take()
-        body = Sweep(x, f, state, mods, work, q, buffers.notes, self.reader(x, buffers, work))
+        memory = buffers.notes, self.reader(x, buffers, work), buffers.columns
+        body = Sweep(x, f, state, mods, work, q, *memory)
         k = rings.k.take()
         if const_expr(not self.opens_early):
             s = self.issue_scores(body, k)
@@ -378,7 +336,7 @@ class FwdSm90(Loads, Products):
             past = cute.ceil_div(x.bounds.seqlen_k, self.config.tile_n)
             block = cutlass.select_(walk > 0, block, past)
         bias = self.take_bias(rings)
-        blocks = self.enter_block(body, mods, block, bias)
+        blocks = self.enter_block(body, mods, block, (bias, k))
         warpgroup.wait_group(0)
         k.release()
         self.modify(body, blocks, s, block, True)
@@ -453,7 +411,7 @@ class FwdSm90(Loads, Products):
         if const_expr(block is None):
             block, whole = Visit.of(body.notes[k.index])
         mods, bias = body.mods if masked else body.mods._replace(mask=None), self.take_bias(rings)
-        blocks = self.enter_block(body, mods, block, bias, follows=True)
+        blocks = self.enter_block(body, mods, block, (bias, k), follows=True)
         warpgroup.wait_group(1)
         k.release()
         line = self.modify(body, blocks, s, block, edge)
@@ -512,13 +470,18 @@ class FwdSm90(Loads, Products):
         if bias is not None:
             bias.release()
 
-    def enter_block(self, body: Sweep, mods: Mods, block: Int32, bias: Any, *, follows=False):
+    def enter_block(self, body: Sweep, mods: Mods, block: Int32, slots: tuple, *, follows=False):
         """The mods with what depends on a KV block's columns computed, while S is multiplied.
 
-        ``bias``: the slot that holds the bias' box, or None.
+        ``slots``: that of the bias' box, or None; that of K, with which the mask's columns come.
         """
+        (bias, k), columns = slots, None
         tiles = None if bias is None else body.bias.values(bias.index)
-        return modifiers.enter_block(mods, block * self.config.tile_n, tiles, follows=follows)
+        if self.columns is not None and mods.mask is not None:
+            slot = body.columns[None, k.index]
+            columns = self.columns.tiles(slot, mma_sm90.thread_again())
+        first = block * self.config.tile_n
+        return modifiers.enter_block(mods, first, tiles, columns, follows=follows)
 
     def modify(self, body: Sweep, blocks: Mods, s: cute.Tensor, block: Int32, edge: bool) -> Any:
         """S in place: score_mod, but a line of it is returned; bounds, if an edge; mask_mod."""
