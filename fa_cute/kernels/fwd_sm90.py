@@ -404,14 +404,20 @@ class FwdSm90(Loads, Memory, Products):
         k = rings.k.take()
         self.turns.wait(body.work.warpgroup)
         s = self.issue_scores(body, k)
+        (edge, masked, first), whole, bias = needs, None, None
+        between = masked and self.columns is not None
+        if const_expr(between):  # while S is multiplied; behind P V nothing passes under either
+            block, whole = Visit.of(body.notes[k.index])
+            blocks = self.enter_block(body, body.mods, block, (bias, k), follows=True)
         v = rings.v.take()
         self.add_values(body.x, body.f, v)
         self.turns.give(body.work.warpgroup)
-        (edge, masked, first), whole = needs, None
-        if const_expr(block is None):
-            block, whole = Visit.of(body.notes[k.index])
-        mods, bias = body.mods if masked else body.mods._replace(mask=None), self.take_bias(rings)
-        blocks = self.enter_block(body, mods, block, (bias, k), follows=True)
+        if const_expr(not between):
+            if const_expr(block is None):
+                block, whole = Visit.of(body.notes[k.index])
+            mods = body.mods if masked else body.mods._replace(mask=None)
+            bias = self.take_bias(rings)
+            blocks = self.enter_block(body, mods, block, (bias, k), follows=True)
         warpgroup.wait_group(1)
         k.release()
         line = self.modify(body, blocks, s, block, edge)
