@@ -242,7 +242,7 @@ GALLERY = [
 @pytest.mark.parametrize(("name", "head_dims", "bounds"), GALLERY, ids=str)
 def test_native_mods(name: str, head_dims: tuple, bounds: str, target: str) -> None:
     """Biases in registers, masks in tensor memory, loads through shared memory: no spill."""
-    assert spills.spilled((name, head_dims, bounds), target)["spilled"] == 0
+    assert spills.Case(name, head_dims, bounds, target).spilled()["spilled"] == 0
 
 
 def test_each_row_for_mods_is_compiled() -> None:
