@@ -124,6 +124,16 @@ def ramp(start: Value, offsets: Sequence[int], *, by_lane: bool = False) -> Valu
     return _add_float(splat(start, lanes), steps)
 
 
+def nought() -> Any:
+    """0, which the compiler does not know: no grid here has a second dimension."""
+    return Int32(cute.arch.block_idx()[1])
+
+
+def nought_after(value: Value) -> Any:
+    """``nought``, which is there only when the float32 ``value`` is."""
+    return Int32(arith.bitcast(integer(32), value)) & nought()
+
+
 def line(start: Value, step: Value, offsets: Sequence[int], *, by_lane: bool = False) -> Value:
     """The vector ``start + step * offsets[i]`` of scalars float32, an fma each; as ``ramp``."""
     if by_lane:
@@ -197,6 +207,15 @@ _add_float = functools.partial(arith.addf, fastmath=_UNSIGNED_ZERO)
 def add(a: Value, b: Value) -> Value:
     """a + b of one type; integers wrap."""
     return arith.addi(a, b) if isinstance(element_of(a), ir.IntegerType) else _add_float(a, b)
+
+
+def total(values: Sequence[Value]) -> Value:
+    """The sum of ``values``, in pairs."""
+    values = list(values)
+    while len(values) > 1:
+        pairs = [add(a, b) for a, b in zip(values[::2], values[1::2])]
+        values = pairs + values[len(pairs) * 2 :]
+    return values[0]
 
 
 def accumulated(

@@ -139,20 +139,22 @@ class Collector:
     def add(self, block: Block, slopes: Slopes, d_score: cute.Tensor) -> None:
         """Take a block's contributions; ``d_score`` (rows, columns) is P (dP - delta)."""
         for at, (one, held) in enumerate(zip(self.given, self.sums, strict=True)):
+            own = block
+            if slopes.again and not _may_be_one(self.mod.schedule, one):
+                own = block.again(self.mod.schedule.lowered.graph.nodes[one.load].args)
             if held is not None:
-                for i, total in enumerate(self._totals(one, slopes.products(at, d_score))):
+                for i, total in enumerate(self._totals(one, slopes.totals(at, d_score))):
                     held[i] = held[i] + Float32(total)
                 continue
 
-            def step(component: Any, at: int = at) -> None:
+            def step(component: Any, at: int = at, own: Block = own) -> None:
                 products = slopes.products(at, d_score, component)
-                self._give(block, at, products, component)
+                self._give(own, at, products, component)
 
             emit.repeated(_width(self.mod.schedule, one), step)
 
-    def _totals(self, one: Contribution, products: list[ir.Value]) -> list[ir.Value]:
-        """The thread's sums, one a row, or one where the address is the tile's."""
-        totals = [_total(row) for row in products]
+    def _totals(self, one: Contribution, totals: list[ir.Value]) -> list[ir.Value]:
+        """The thread's sums ``totals``, one a row; or one, where the address is the tile's."""
         return [_summed(totals)] if _level(self.mod.schedule, one) == "tile" else totals
 
     def _give(self, block: Block, at: int, products: list[ir.Value], component: Any) -> None:
@@ -160,7 +162,7 @@ class Collector:
         one = self.given[at]
         level = _level(self.mod.schedule, one)
         if level in ("tile", "row"):
-            totals = self._totals(one, products)
+            totals = self._totals(one, [emit.total(emit.lanes_in(row)) for row in products])
             self._add_rows(block.rows, one, totals, component)
         elif level == "column":
             self._add_columns(block, one, products, component)
@@ -218,7 +220,7 @@ class Collector:
                 self._continue(block.rows, at, [Int32(own[0]) for own in indices], values)
             else:
                 address = self._address(block.part(range(1)), one, component)
-                self._add_once(emit.lanes_in(address.parts[0])[0], _total_of(values))
+                self._add_once(emit.lanes_in(address.parts[0])[0], emit.total(values))
             scf.YieldOp([])
         with ir.InsertionPoint(branch.else_block):
             if by_diagonal:
@@ -237,7 +239,7 @@ class Collector:
             self._end(rows, at)
             run.begin(indices)
             scf.YieldOp([])
-        run.total[0] = run.total[0] + Float32(_total_of(values))
+        run.total[0] = run.total[0] + Float32(emit.total(values))
 
     def _end(self, rows: Rows, at: int) -> None:
         run, scope = self.runs[at], rows.tile.scope
@@ -341,19 +343,6 @@ def _summed(values: Sequence[ir.Value]) -> ir.Value:
     for value in values[1:]:
         total = emit.add(total, value)
     return total
-
-
-def _total(row: ir.Value) -> ir.Value:
-    """The sum of a vector's lanes."""
-    return _total_of(emit.lanes_in(row))
-
-
-def _total_of(values: Sequence[ir.Value]) -> ir.Value:
-    values = list(values)
-    while len(values) > 1:
-        pairs = [emit.add(a, b) for a, b in zip(values[::2], values[1::2])]
-        values = pairs + values[len(pairs) * 2 :]
-    return values[0]
 
 
 def _all_equal(groups: list[list[ir.Value]]) -> Boolean:

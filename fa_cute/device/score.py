@@ -53,6 +53,7 @@ THREADS = 128  # of a warpgroup
 # Columns at a time. All 32 at once spilled 892 bytes with a dot of vectors, 16 did 308 and 8 none
 # (D 128, tiles of 128 x 128); the compile takes no longer.
 CHUNK = 8
+ELEMENT_LOAD = ("load", "element")  # an operation and its level
 
 Tiles = Mapping[int, Callable[[range], Value]]
 _NUMERIC = {"float32": Float32, "int32": Int32, "bool": Boolean}
@@ -368,8 +369,11 @@ class Block:
 
         self._replace(s, hidden, columns)
 
-    def differentiate(self, s: cute.Tensor) -> Slopes:
-        """``score``, of a graph with its derivative: ``s`` likewise, and the derivative there."""
+    def differentiate(self, s: cute.Tensor, *, again: bool = False) -> Slopes:
+        """``score``, of a graph with its derivative: ``s`` likewise, and the derivative there.
+
+        ``again``: as in ``Slopes``.
+        """
         graph = self.rows.tile.mod.schedule.lowered.graph
         wanted = [factor(graph), *(one.value for one in contributions(graph))]
         scored = [at for at in wanted if "score" in graph.dependence()[at]]
@@ -378,7 +382,7 @@ class Block:
         result, *found = self._computed(raw, [graph.result, *at_once])
         self._put(s, result)
         held = dict(zip(at_once, found, strict=True))
-        return Slopes(self, tuple(wanted), held, None if scored == at_once else raw)
+        return Slopes(self, tuple(wanted), held, again, None if scored == at_once else raw)
 
     def _replace(
         self, s: cute.Tensor, combine: Callable[[Any, Any], Any], columns: range | None = None
@@ -421,6 +425,24 @@ class Block:
                 ):
                     row.append(combine(result, was))
         return [[emit.joined(parts) for parts in new] for new in after]
+
+    def again(self, nodes: Sequence[int]) -> Block:
+        """This block to compute ``nodes`` in once more, rather than to keep what was computed.
+
+        What loads by element is kept: its loads are dearer. Learned slopes (d128) held 16 distances
+        from the scores to the sums, and spilled 36 bytes.
+        """
+        program = self.rows.tile.mod.schedule
+        graph, todo, seen = program.lowered.graph, list(nodes), set()
+        while todo:
+            at = todo.pop()
+            node = graph.nodes[at]
+            if (node.op, program.levels[at]) == ELEMENT_LOAD:
+                return self
+            if at not in seen and program.levels[at] != "diagonal":
+                todo += node.args
+            seen.add(at)
+        return replace(self, first=self.first + emit.nought())
 
     def chunks(self, within: range | None = None) -> list[range]:
         """The columns to compute at a time, of those ``within``, or of all."""
@@ -475,11 +497,13 @@ class Slopes:
     ``wanted``: nodes of d mod / d score and of the contributions; ``held`` those of them that
     depend on the score, a vector a row. The others are computed when they are used; so are short
     vectors, one component at a time, from the scores as they were (``raw``), if they read those.
+    ``again``: registers are short, so that nothing else of the scores' is kept for that.
     """
 
     block: Block
     wanted: tuple[int, ...]
     held: dict[int, list[Any]]
+    again: bool
     raw: list[Any] | None = None
 
     def apply(self, d_score: cute.Tensor) -> None:
@@ -490,15 +514,42 @@ class Slopes:
         """``d_score`` times the factor of contribution ``at``, a vector a row."""
         return self._times(self.wanted[1 + at], d_score, component)
 
-    def _times(self, at: int, d_score: cute.Tensor, component: Any = 0) -> list[Any]:
+    def totals(self, at: int, d_score: cute.Tensor) -> list[Any]:
+        """The sums of ``products`` over the columns, one a row.
+
+        A chain of FFMA for many columns: of a tree ptxas keeps the branches until it has time. A
+        learned factor (d128) spilled 28 bytes, with two chains a row 52.
+        """
+        graph, values = self.block.rows.tile.mod.schedule.lowered.graph, None
+        if tame(graph) and self.block.scope.columns > CHUNK:
+            values = self._factors(self.wanted[1 + at])
+        if values is None:
+            return [emit.total(emit.lanes_in(row)) for row in self.products(at, d_score)]
+        found = []
+        for pair in zip(self.block._vectors(d_score), values, strict=True):
+            total = emit.constant(0.0, "float32")
+            for factors in zip(*map(emit.lanes_in, pair), strict=True):
+                total = emit.fma(*factors, total)
+            found.append(total)
+        return found
+
+    def _factors(self, at: int, component: Any = 0) -> list[Any] | None:
+        """The node ``at``, a vector a row; None where it is 1."""
         graph = self.block.rows.tile.mod.schedule.lowered.graph
-        rows = self.block._vectors(d_score)
         if graph.nodes[at].op == "const" and graph.nodes[at].attr == 1.0:
-            return rows
+            return None
         values = self.held.get(at)
         if values is None:
             before = self.raw if "score" in graph.dependence()[at] else None
-            (values,) = self.block._computed(before, [at], component=component)
+            block = self.block.again([at]) if self.again else self.block
+            (values,) = block._computed(before, [at], component=component)
+        return values
+
+    def _times(self, at: int, d_score: cute.Tensor, component: Any = 0) -> list[Any]:
+        graph = self.block.rows.tile.mod.schedule.lowered.graph
+        rows, values = self.block._vectors(d_score), self._factors(at, component)
+        if values is None:
+            return rows
         products = [arith.mulf(row, value) for row, value in zip(rows, values, strict=True)]
         if tame(graph):
             return products

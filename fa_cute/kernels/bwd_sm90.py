@@ -81,6 +81,7 @@ from fa_cute.spans import Bounds, QSpans
 
 DTYPES = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16}
 LOADED = ("k", "v", "q", "do")  # the rings that TMA fills
+APART = 2  # pieces of P, where one's shifts are read when the other is there
 DS_READY = 1  # the named barrier of the consumers; 0 is the CTA's own
 
 
@@ -186,6 +187,10 @@ class BwdSm90(KeyLoads):
         # At d64 all fits.
         of_scores = plan.width > 64 and not self.config.wide and reads_scores(plan.score_mod)
         self.late = self.config.own_queries > 64 or of_scores
+        # Beside two sums of 64 x 128 no register is left to keep what gradients can compute again:
+        # learned slopes spilled 36 bytes. At d64 it is kept: full, 5.63 and 5.86 ms.
+        self.again = plan.width > 64 and not self.config.wide
+        self.spaced = self.again and differential.in_turn(plan.score_mod)
         # S of the next block behind dK: d128, S8k, full 618 to 635 TFLOP/s, causal 586 to 612. Of Q
         # two slots are held then.
         modified = plan.score_mod is not None or plan.mask_mod is not None
@@ -489,7 +494,7 @@ class BwdSm90(KeyLoads):
         """
         slopes = None
         if blocks.score is not None:
-            slopes = blocks.score.differentiate(s)
+            slopes = blocks.score.differentiate(s, again=self.again)
         if limit is not None:
             mask.apply(s, [limit], block * self.config.tile_q)
         if blocks.mask is not None:
@@ -506,16 +511,21 @@ class BwdSm90(KeyLoads):
 
     def exponentiate(self, body: Sweep, s: cute.Tensor, slot: Any) -> None:
         """S (2, columns) becomes P in place."""
-        differential.exponentiate(s, body.c, self.by_column(body, body.buffers.shift, slot))
+        made: list[Any] = []
+        shifts = self.by_column(body, body.buffers.shift, slot, made)
+        differential.exponentiate(s, body.c, shifts, made)
 
     def differentiate(self, body: Sweep, p: cute.Tensor, dp: cute.Tensor, slot: Any) -> None:
         """dP (2, columns) becomes d score in place: the gradient of the score after its mod."""
         differential.differentiate(p, dp, self.by_column(body, body.buffers.delta, slot))
 
-    def by_column(self, body: Sweep, rows: cute.Tensor, slot: Any) -> Iterator[Any]:
+    def by_column(
+        self, body: Sweep, rows: cute.Tensor, slot: Any, made: list[Any] | None = None
+    ) -> Iterator[Any]:
         """The thread's columns of the slot's ``rows`` (tile_q, stages), as each piece needs them.
 
-        In registers; where those are few: in memory, and read where they are used.
+        In registers; where those are few: in memory, and read where they are used, and no earlier
+        than a number of the piece ``APART`` before is in ``made``, if they are read in turn.
         """
         pairs = cute.make_layout((2, self.config.tile_q // 2))
         all_pairs = cute.make_tensor(rows[None, slot.index].iterator, pairs)
@@ -524,7 +534,11 @@ class BwdSm90(KeyLoads):
         mine = cute.make_tensor(first, every_fourth)
         if self.tight:
             for number in range(self.config.own_queries // 16):
-                four = [mine[k, 2 * number + j].ir_value() for j in range(2) for k in range(2)]
+                late = 0
+                if made is not None and number >= APART and self.spaced:
+                    late = emit.nought_after(made[number - APART])
+                held = cute.make_tensor(mine.iterator + late, mine.layout)
+                four = [held[k, 2 * number + j].ir_value() for j in range(2) for k in range(2)]
                 yield mma_sm90.by_column(emit.gathered(four, 4), 0)
             return
         r = cute.make_rmem_tensor(mine.shape, Float32)
