@@ -345,6 +345,7 @@ def test_no_row_spills_or_serialises(row: configs.Row) -> None:
         "d192-128-bf16",
         "d256-bf16-causal",
         "left",
+        "two",
     ],
 )
 def test_nothing_spills_without_lse(name: str) -> None:

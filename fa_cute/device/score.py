@@ -74,6 +74,17 @@ class Scratch(NamedTuple):
         return self._replace(pointer=self.pointer + words)
 
 
+class Sparing(NamedTuple):
+    """What spares registers beside loads by element, of which ptxas issues all that it can at once.
+
+    ``in_turn``: those of some columns wait for the scores of the columns before. ``rows``: what a
+    row holds of their addresses is made again in each block.
+    """
+
+    in_turn: bool = False
+    rows: bool = False
+
+
 def _span(fragment: Fragment) -> int:
     """height + width - 1 diagonals, rounded up so that every thread computes equally many."""
     return -(-(fragment.height + fragment.width - 1) // THREADS) * THREADS
@@ -133,6 +144,7 @@ class Modifier:
     fragment: Fragment
     thread: Any
     scratch: Scratch | None
+    sparing: Sparing = Sparing()
 
     @staticmethod
     def of(
@@ -413,8 +425,9 @@ class Block:
         first = 0 if within is None else within.start
         rows = [None] * len(self.scope.fragment.rows) if before is None else before
         after: list[list[list[Any]]] = [[[] for _ in rows] for _ in wanted]
+        block = self._sparing()
         for columns in self.chunks(within):
-            scope, here = self.part(columns), rows
+            scope, here = block._after(after[0][-1]).part(columns), rows
             if before is not None:
                 here = [emit.part(row, columns.start - first, len(columns)) for row in rows]
                 scope = scope.below(score=Value("element", tuple(here)))
@@ -425,6 +438,29 @@ class Block:
                 ):
                     row.append(combine(result, was))
         return [[emit.joined(parts) for parts in new] for new in after]
+
+    @property
+    def _spares(self) -> Sparing:
+        """What is done about the mod's loads by element, where it has some that are not at hand."""
+        program = self.rows.tile.mod.schedule
+        levels = zip(program.lowered.graph.nodes, program.levels, strict=True)
+        loads = (at for at, (node, level) in enumerate(levels) if (node.op, level) == ELEMENT_LOAD)
+        nothing = all(at in self.tiles for at in loads)
+        return Sparing() if nothing else self.rows.tile.mod.sparing
+
+    def _sparing(self) -> Block:
+        """This block, with what its rows hold made again if that is to be spared."""
+        if not self._spares.rows:
+            return self
+        first = self.rows.first + (self.first & emit.nought())  # of the block: not of the loop
+        return replace(self, rows=self.rows.tile.rows(first))
+
+    def _after(self, done: list[Any]) -> Block:
+        """This block for the next columns, those before having the scores ``done``."""
+        if not done or not self._spares.in_turn:
+            return self
+        late = emit.nought_after(emit.lanes_in(done[-1])[-1])
+        return replace(self, first=self.first + late)
 
     def again(self, nodes: Sequence[int]) -> Block:
         """This block to compute ``nodes`` in once more, rather than to keep what was computed.

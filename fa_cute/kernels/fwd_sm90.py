@@ -24,7 +24,7 @@ Order on a score: scale, score_mod, bounds (length, causal, window), mask_mod, s
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import cutlass
@@ -302,7 +302,12 @@ class FwdSm90(Loads, Memory, Products):
             own = buffers.scratch + group * sum(words)
             scratch = score.Scratch(own, self.own_barrier(group), self.rolling)
         of, brought = (x.extra or Extra(), x.scale, self.fragment, scratch), bool(self.columns)
-        return modifiers.of(self.graphs, *of, brought=brought)
+        mods = modifiers.of(self.graphs, *of, brought=brought)
+        if self.bias is None or (self.plan.width, self.plan.width_v) != (128, 128):
+            return mods
+        # A second bias, d128: full 4.19 -> 4.15 ms, causal 2.09 -> 2.03; d64 6.33 -> 7.93.
+        sparing = score.Sparing(in_turn=True, rows=self.walk.cut)
+        return mods._replace(score=replace(mods.score, sparing=sparing))
 
     def sink(self, x: Operands, place: Place) -> Float32 | None:
         """The logit that the head adds to every row's softmax, or None."""
