@@ -105,8 +105,7 @@ class Loads:
                 with emit.where(masked):
                     self.columns.load(mask, visit.block * self.config.tile_n, loaded)
                 with rings.k.fill() as slot:
-                    with emit.where(masked):
-                        self.columns.leave(loaded, buffers.columns[None, slot.index])
+                    self.columns.leave(loaded, buffers.columns[None, slot.index], masked)
                 visit = ahead
             rings, tile, _, place = self.follow_on(x, rings, buffers)
 
