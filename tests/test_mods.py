@@ -18,6 +18,7 @@ from fa_cute.mods import Graph, ModError, Node, trace_mask_mod, trace_score_mod
 from fa_cute.mods import trace as tracing
 from fa_cute.mods.canonical import canonical
 from fa_cute.mods.emit_torch import emit
+from fa_cute.mods.intervals import EMPTY, FULL
 
 SLOPES = torch.tensor([0.5, 0.25])
 TABLE = torch.arange(24.0).view(2, 3, 4)
@@ -258,6 +259,36 @@ def test_gradients_reach_scores_and_captured_tensors() -> None:
     torch.autograd.gradcheck(
         lambda s, t: emit(traced.graph, (t,), (), score=s, **leaves), (score, table)
     )
+
+
+def test_a_guarded_division_by_zero() -> None:
+    """Torch raises on a CPU, as it computes both sides of a ``where``; on a GPU it does not."""
+    zero = torch.tensor(0)
+
+    def mask_mod(b, h, q, kv):
+        seen = torch.where(kv > 0, q // kv + (q - 1) % kv, -1) + torch.where(q > 3, 7 // (q - 3), 0)
+        return seen + torch.where(zero == 0, 0, q % zero + q // zero) >= 0
+
+    q, kv = torch.arange(6, dtype=torch.int32)[:, None], torch.arange(6, dtype=torch.int32)
+    seen = emit(*trace_mask_mod(mask_mod), b=q, h=q, q=q, kv=kv)
+    right = [
+        [
+            (i // j + (i - 1) % j if j else -1) + (7 // (i - 3) if i > 3 else 0) >= 0
+            for j in range(6)
+        ]
+        for i in range(6)
+    ]
+    assert seen.tolist() == right
+    kinds = fa_cute.plan_mask(mask_mod, None, None, 6, 6, tile=(1, 1)).kinds()[0, 0]
+    assert not ((kinds == EMPTY) & seen).any() and not ((kinds == FULL) & ~seen).any()
+
+
+def test_minus_a_multiple_of_the_least_integer() -> None:
+    """-(x * -2**31) wraps to itself; it was refused for a 2**31 that nobody wrote."""
+    traced = trace_mask_mod(lambda b, h, q, kv: -(q * -(2**31)) < 0)
+    q = torch.arange(5, dtype=torch.int32)
+    seen = emit(*traced, b=q, h=q, q=q, kv=q)
+    assert seen.tolist() == [False, True, False, True, False]
 
 
 @pytest.mark.parametrize("index, right", [(0, 0.0), (2, 2.0), (-1, 2.0), (3, 2.0), (-9, 0.0)])

@@ -30,7 +30,18 @@ def _constant(x: Tensor | Number) -> Tensor | Number:
 
 def _floordiv(x: Tensor | Number, y: Tensor | Number) -> Tensor | Number:
     """``x // y`` with the gradient of a step, 0, as in the kernels: torch's has none and raises."""
-    return _constant(x) // _constant(y)
+    return _constant(x) // _divisor(_constant(y))
+
+
+def _mod(x: Tensor | Number, y: Tensor | Number) -> Tensor | Number:
+    return x % _divisor(y)
+
+
+def _divisor(y: Tensor | Number) -> Tensor | Number:
+    """``y``, an integer 0 as 1: on a CPU torch raises, behind a ``where`` that guards it too."""
+    if isinstance(y, Tensor):
+        return y if y.dtype.is_floating_point else torch.where(y == 0, 1, y)
+    return 1 if type(y) is int and y == 0 else y
 
 
 _FUNCTIONS: dict[str, Callable] = {
@@ -39,7 +50,8 @@ _FUNCTIONS: dict[str, Callable] = {
     **{name: getattr(torch, name) for name in ("rsqrt", "tanh", "sigmoid", "sin", "cos", "erf")},
     **{name: getattr(torch, name) for name in ("floor", "ceil", "round", "trunc")},
     **{name: getattr(operator, name) for name in ("add", "sub", "mul", "truediv")},
-    **{name: getattr(operator, name) for name in ("mod", "pow", "lt", "le", "eq", "ne")},
+    **{name: getattr(operator, name) for name in ("pow", "lt", "le", "eq", "ne")},
+    "mod": _mod,
     "and": operator.and_,
     "or": operator.or_,
     "xor": operator.xor,

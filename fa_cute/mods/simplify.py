@@ -145,7 +145,8 @@ def _neg(b: Builder, args: Args, values: Values, type: str) -> int | None:
         return b.make("sub", node.args[1], node.args[0], type=type)
     product = _constant_on_right(b, "mul", args[0])
     if product:
-        return b.make("mul", product[0], b.const(-product[1], type), type=type)
+        factor = b.make("neg", b.const(product[1], type), type=type)  # of -2**31 it is itself
+        return b.make("mul", product[0], factor, type=type)
     return None
 
 
