@@ -83,11 +83,10 @@ class Columns:
         for at, word in enumerate(chain.from_iterable(map(emit.lanes_in, vectors))):
             loaded[at] = Int32(word)
 
-    def leave(self, loaded: cute.Tensor, slot: cute.Tensor, masked: Any) -> None:
-        """Write them to the words of a ``slot``, if the block is ``masked``: else nobody reads."""
-        with emit.where(masked):
-            for at in range(cute.size(loaded)):
-                slot[LANES * at + cute.arch.lane_idx()] = loaded[at]
+    def leave(self, loaded: cute.Tensor, slot: cute.Tensor) -> None:
+        """Write them to the words of a ``slot``."""
+        for at in range(cute.size(loaded)):
+            slot[LANES * at + cute.arch.lane_idx()] = loaded[at]
 
     def tiles(self, slot: cute.Tensor, thread: Int32) -> Tiles:
         """For ``score.Rows.block``: the columns of ``thread`` of a warpgroup, read at once.

@@ -101,11 +101,11 @@ class Loads:
             visit, loaded = Visit(visits.at(Int32(0)).block, Int32(0)), self.columns.registers()
             loaded.fill(0)
             for i in cutlass.range(visits.count, unroll=1):
-                masked, ahead = visit.whole == 0, self.ahead(visits, i + 1)
-                with emit.where(masked):
+                ahead = self.ahead(visits, i + 1)
+                with emit.where(visit.whole == 0):
                     self.columns.load(mask, visit.block * self.config.tile_n, loaded)
-                with rings.k.fill() as slot:
-                    self.columns.leave(loaded, buffers.columns[None, slot.index], masked)
+                with rings.k.fill() as slot:  # of a whole block some words, for nobody
+                    self.columns.leave(loaded, buffers.columns[None, slot.index])
                 visit = ahead
             rings, tile, _, place = self.follow_on(x, rings, buffers)
 

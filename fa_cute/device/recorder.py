@@ -27,7 +27,6 @@ from cutlass.cute.nvgpu import warpgroup
 from cutlass.cutlass_dsl.cutlass import CutlassBaseDSL
 
 from fa_cute.device import bulk, loads, operand, protocol, wgmma
-from fa_cute.device.columns import Columns
 from fa_cute.device.mma_sm90 import Pieces
 from fa_cute.device.protocol import Arrive, Barrier, Copy, Group, Product, Range, Settle, Touch
 from fa_cute.device.ring import Ring, Slot
@@ -523,9 +522,6 @@ def _tensor_verbs(record: Recorder) -> Iterator[tuple[Any, str, Callable]]:
         return storage
 
     yield cute, "copy", wrapped(cute.copy, copied)
-    # Which blocks are masked both sides know by the lists: here a slot's words are always written.
-    left = wrapped(Columns.leave, lambda _, loaded, slot, masked: record.touch(slot, True))
-    yield Columns, "leave", left
     yield operand, "issue", wrapped(operand.issue, lambda _, *a: record.copy(*a))
     yield cute, "autovec_copy", wrapped(cute.autovec_copy, vectors)
     yield cute, "gemm", wrapped(cute.gemm, multiplied)
