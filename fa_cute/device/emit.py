@@ -343,6 +343,10 @@ def _floor_division(a: Operand, b: Operand) -> tuple[Value, Value]:
     if divisor is not None and divisor > 0 and divisor & (divisor - 1) == 0:
         shift = like(x, divisor.bit_length() - 1)
         return arith.shrsi(x, shift), arith.andi(x, like(x, divisor - 1))
+    if divisor is None:
+        # A quotient by 0 is undefined to LLVM, which then takes it that y is none: of
+        # where(q == 0, a, kv % q != 1) a backward had lost the first row's a.
+        y = arith.select(compare("eq", y, like(y, 0)), like(y, 1), y)
     if a.natural and b.natural:
         return arith.divui(x, y), arith.remui(x, y)
     quotient, remainder, zero = arith.divsi(x, y), arith.remsi(x, y), like(x, 0)

@@ -146,6 +146,17 @@ CASES: dict[str, tuple[int, int, int, Callable[[], dict[str, Any]]]] = {
         _only(lambda s, b, h, q, kv: s + 0.01 * (q // 3 * 3 - kv % 5 + (-(q + 1)) // -7 % 11)),
     ),
     "large": (64, 2, 1, _only(lambda s, b, h, q, kv: s * 1e4 + 3e4)),
+    "guarded divisions": (
+        *(64, 4, 2),
+        _only(
+            lambda s, b, h, q, kv: s + 0.01 * torch.where(kv > 0, (q - 9) // kv + q % kv, 7),
+            lambda b, h, q, kv: torch.where(q == 0, kv < 3, kv % q != 1) & (kv != 77),
+        ),
+    ),
+    "a guarded mask": (
+        *(64, 4, 2),
+        _only(None, lambda b, h, q, kv: torch.where(q == 0, kv < 3, kv % q != 1)),
+    ),
 }
 
 
