@@ -200,11 +200,14 @@ def precompile(
     if cache.opened() is None:
         raise ValueError("precompile fills the cache on disk, which is switched off or unusable")
     plans = {}
-    for arguments in configurations:
+    for at, arguments in enumerate(configurations):
         for lengths in [{}] if LENGTHS & arguments.keys() else [{}, *({n: True} for n in LENGTHS)]:
-            for plan in Configuration(**arguments, **lengths).plans()[0]:
-                compiling.check_kernel(plan)
-                plans[compiling.key_of(compiling.key_parts(plan))] = plan
+            try:
+                for plan in Configuration(**arguments, **lengths).plans()[0]:
+                    compiling.check_kernel(plan)
+                    plans[compiling.key_of(compiling.key_parts(plan))] = plan
+            except ValueError as error:
+                raise ValueError(f"configuration {at}: {error}") from error
     queue, results = list(plans.items()), {}
     guard = threading.Lock()
 

@@ -42,7 +42,7 @@ def bundle(
         fits = all(entry.parts.get(name) == value for name, value in here.items())
         if fits and entry.key.startswith(starts) and target in (None, entry.parts["target"]):
             chosen.append(entry)
-    if not chosen:
+    if not chosen and not any(starts):
         raise ValueError("the cache holds no such kernels: fill it with `fa-cute compile` first")
     for start in starts:
         if not any(entry.key.startswith(start) for entry in chosen):

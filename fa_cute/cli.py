@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import functools
 import importlib
+import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -33,7 +34,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options = _parser().parse_args(given)
         run = functools.partial(options.run, options)
     try:
-        return run() or 0
+        status = run() or 0
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:  # whoever reads has enough, as head does; nothing is left to flush
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     except (ValueError, TypeError, NotImplementedError, RuntimeError, OSError) as error:
         print(f"fa-cute: {error}", file=sys.stderr)
         return 1

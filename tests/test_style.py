@@ -1,4 +1,4 @@
-"""The style limits of docs/architecture.md, as tests over the sources."""
+"""Limits of size and style, and the layers of docs/architecture.md, as tests over the sources."""
 
 from __future__ import annotations
 
