@@ -133,7 +133,7 @@ def test_in_turn_there_is_a_cta_a_tile(in_turn: bool, monkeypatch: pytest.Monkey
     monkeypatch.setattr(backward, "counter", lambda device: None)
     shape = (2, 300, 4, 64)
     problem = SimpleNamespace(
-        empty=False, batch=2, heads_q=4, heads_k=4, seqlen_q=300, seqlen_k=300
+        empty=False, batch=2, heads_q=4, heads_k=4, seqlen_q=300, seqlen_k=300, device="cpu"
     )
     q, k, v, out, dout = (torch.randn(shape, dtype=torch.bfloat16) for _ in range(5))
     saved = backward.Saved(q, k, v, out, torch.zeros(2, 4, 300))
