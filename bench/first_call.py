@@ -12,16 +12,13 @@ backward's kernels while the call compiles its forward; ``alone``: without it, a
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import statistics
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
-from bench import device
+from bench import device, fresh
 from bench.results import Report, table
 
 PROCESS = """
@@ -61,14 +58,9 @@ KINDS = {
 
 def start(kind: str, bytecode: str) -> dict[str, Any]:
     """Seconds and facts of one fresh process of a kind; ``bytecode``: a folder of modules'."""
-    environment = os.environ | {"PYTHONPYCACHEPREFIX": bytecode, "PYTHONDONTWRITEBYTECODE": ""}
-    command = [sys.executable, "-c", PROCESS.format(**KINDS[kind])]
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as kernels:
-        environment["FA_CUTE_CACHE_DIR"] = kernels
-        run = subprocess.run(command, capture_output=True, text=True, env=environment)
-    if run.returncode:
-        raise RuntimeError(f"the measured process failed: {run.stderr.strip()}")
-    return {"kind": kind, **json.loads(run.stdout.splitlines()[-1])}
+        code = PROCESS.format(**KINDS[kind])
+        return {"kind": kind, **fresh.figures(code, bytecode, FA_CUTE_CACHE_DIR=kernels)}
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -14,16 +14,12 @@ in bytecode, as pip leaves them; a process that had to compile some does not cou
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import statistics
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
 
-from bench import device
+from bench import device, fresh
 from bench.results import Report, table
 
 PROCESS = """
@@ -57,19 +53,6 @@ print(json.dumps({
 """
 
 
-def start(bytecode: str) -> dict[str, Any]:
-    """Times (milliseconds) and facts of one fresh process, which launches two kernels.
-
-    ``bytecode``: the folder that keeps the modules' bytecode.
-    """
-    environment = os.environ | {"PYTHONPYCACHEPREFIX": bytecode, "PYTHONDONTWRITEBYTECODE": ""}
-    command = [sys.executable, "-c", PROCESS]
-    run = subprocess.run(command, capture_output=True, text=True, env=environment)
-    if run.returncode:
-        raise RuntimeError(f"the measured process failed: {run.stderr.strip()}")
-    return json.loads(run.stdout.splitlines()[-1])
-
-
 def main(argv: list[str] | None = None) -> int:
     """Measure, print a table, write a JSON."""
     parser = argparse.ArgumentParser(prog="bench.warm_start", description=__doc__.split("\n")[0])
@@ -78,9 +61,9 @@ def main(argv: list[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     report = Report("warm-start", device.facts(), arguments.out)
     with tempfile.TemporaryDirectory() as bytecode:
-        start(bytecode)
+        fresh.figures(PROCESS, bytecode)
         while len(report.rows) < arguments.runs:
-            row = start(bytecode)
+            row = fresh.figures(PROCESS, bytecode)
             if row["sources"] == ["disk"]:
                 report.rows.append(row)
                 report.save()

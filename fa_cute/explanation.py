@@ -13,8 +13,15 @@ from fa_cute.host import cache, compile, configs
 from fa_cute.host.blocks import MaskBlocks, plan_mask
 from fa_cute.host.given_mask import as_mask_mod
 from fa_cute.host.launch import Resources
-from fa_cute.host.planning import Mods, by_tiles, make_plan
-from fa_cute.host.problem import FEW_KEYS, FEW_QUERIES, Problem, described, layout_is_ready
+from fa_cute.host.planning import Mods, make_plan
+from fa_cute.host.problem import (
+    FEW_KEYS,
+    FEW_QUERIES,
+    Problem,
+    by_tiles,
+    described,
+    layout_is_ready,
+)
 from fa_cute.host.target import current_target, is_hosted
 from fa_cute.mods.affine import input_graphs, ranges_of
 from fa_cute.mods.emit_torch import emit

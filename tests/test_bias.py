@@ -16,7 +16,8 @@ import fa_cute
 from fa_cute.configuration import Configuration
 from fa_cute.host import configs
 from fa_cute.host.backward import plans_of
-from fa_cute.host.planning import Mods, by_tiles
+from fa_cute.host.planning import Mods
+from fa_cute.host.problem import by_tiles
 from fa_cute.mods.derivative import differentiate
 from fa_cute.mods.tiles import lead_graphs, shared_by, tiled_loads
 from fa_cute.mods.trace import trace_score_mod

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fa_cute.host import configs
+from fa_cute.host.problem import Problem, by_tiles
 from fa_cute.host.target import wants_pairs
 from fa_cute.plan import FwdConfig, Plan
 
 if TYPE_CHECKING:
     from fa_cute.host.blocks import MaskBlocks
-    from fa_cute.host.problem import Problem
     from fa_cute.mods.graph import Graph
     from fa_cute.mods.trace import Traced
 
@@ -29,7 +29,6 @@ CONFIGS = {
     "sm_103a": configs.fwd_sm103,
     HOSTED: configs.fwd_sm100,
 }
-ALIGNMENT = 16  # bytes: what TMA reads at a time
 DEAR = 10  # issue slots of what depends on q - kv; from there on it goes through shared memory
 MOD_NAMES = ("score_mod", "mask_mod")
 
@@ -124,17 +123,6 @@ def _readers() -> tuple[tuple[Callable, Callable], type, Callable]:
     from fa_cute.mods.trace import trace_mask_mod, trace_score_mod
 
     return (trace_score_mod, trace_mask_mod), MaskBlocks, tiled_loads
-
-
-def by_tiles(tensor: torch.Tensor) -> bool:
-    """Whether TMA can load ``tensor``: rows contiguous; address, other strides on 16 bytes."""
-    *outer, last = tensor.stride()
-    if last != 1:
-        return False
-    places, size = tensor.data_ptr(), tensor.element_size()
-    for stride in outer:
-        places |= stride * size
-    return places % ALIGNMENT == 0
 
 
 NO_MODS = Mods()

@@ -166,8 +166,10 @@ def remedy(name: str) -> str:
     return _REMEDIES.get(name, f"no such operation is traced ({known})")
 
 
-def _operator(name: str) -> Callable:
-    def forward(self: Value, other: object) -> Value:
+def _operator(name: str, *, reflected: bool = False) -> Callable:
+    """``self OP other``, or ``other OP self`` where it is ``reflected``."""
+
+    def apply(self: Value, other: object) -> Value:
         tape = self.tape
         kind = type(other)
         if kind is Value and other.tape is tape:
@@ -179,27 +181,10 @@ def _operator(name: str) -> Callable:
         else:
             ref = tape.operand(other)
         ops = tape.ops
-        ops.append((name, self.at, ref))
+        ops.append((name, ref, self.at) if reflected else (name, self.at, ref))
         return Value(tape, len(ops) - 1)
 
-    return forward
-
-
-def _reflected(name: str) -> Callable:
-    def backward(self: Value, other: object) -> Value:
-        tape = self.tape
-        kind = type(other)
-        if kind is int:
-            ref = (int, other)
-        elif kind is float:
-            ref = (float, bits(other))
-        else:
-            ref = tape.operand(other)
-        ops = tape.ops
-        ops.append((name, ref, self.at))
-        return Value(tape, len(ops) - 1)
-
-    return backward
+    return apply
 
 
 def _prefix(name: str) -> Callable:
@@ -239,7 +224,7 @@ def _install_operators() -> None:
         *("and", "or", "xor", "lshift", "rshift", "matmul"),
     ):
         setattr(Value, f"__{name}__", _operator(name))
-        setattr(Value, f"__r{name}__", _reflected(name))
+        setattr(Value, f"__r{name}__", _operator(name, reflected=True))
     for name in ("neg", "pos", "abs", "invert"):
         setattr(Value, f"__{name}__", _prefix(name))
     for name in OPERATIONS:
