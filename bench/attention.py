@@ -56,7 +56,13 @@ def main(argv: list[str] | None = None) -> int:
 
 def run(chosen: list[Case], arguments: argparse.Namespace) -> list[dict[str, Any]]:
     """Measure every case, write the report after each, print the table last; the rows."""
-    effort = Effort(arguments.rounds, arguments.batch_ms, arguments.energy, arguments.cold)
+    effort = Effort(
+        arguments.rounds,
+        arguments.batch_ms,
+        arguments.energy,
+        arguments.cold,
+        rest_s=arguments.rest,
+    )
     stopwatch = Stopwatch(effort, Meter())
     l2 = "flushed before every call" if arguments.cold else "warm"
     report = Report("attention", facts() | {"inputs": INPUTS, "l2": l2}, arguments.out)

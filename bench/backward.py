@@ -77,7 +77,12 @@ def main(argv: list[str] | None = None) -> int:
     if arguments.compile_only:
         return 0
     effort = Effort(
-        arguments.rounds, arguments.batch_ms, arguments.energy, arguments.cold, host_calls=5
+        arguments.rounds,
+        arguments.batch_ms,
+        arguments.energy,
+        arguments.cold,
+        host_calls=5,
+        rest_s=arguments.rest,
     )
     stopwatch = Stopwatch(effort, Meter())
     report = Report("backward", facts() | {"inputs": INPUTS}, arguments.out)

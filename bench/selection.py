@@ -87,6 +87,7 @@ def parser(sets: Sets = FORWARD) -> argparse.ArgumentParser:
     how.add_argument("--rounds", type=int, default=5)
     how.add_argument("--batch-ms", type=float, default=15.0, help="device time a round and peer")
     how.add_argument("--energy", type=float, default=0.0, help="seconds a peer, for joules a call")
+    how.add_argument("--rest", type=float, default=0.0, help="idle seconds before each turn")
     how.add_argument("--cold", action="store_true", help="flush the L2 before every call")
     how.add_argument("--out", type=Path, help="JSON (default: bench/results/DATE-KIND.json)")
     how.add_argument("--prime", type=int, default=0, help="processes that compile first")

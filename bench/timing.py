@@ -71,7 +71,9 @@ class Figures:
 class Effort:
     """``rounds`` turns of ``batch_ms`` each; ``energy_s`` seconds a candidate (0: no energy).
 
-    ``host_calls``: at most so many, for the time that a call holds the host.
+    ``host_calls``: at most so many, for the time that a call holds the host. ``rest_s``: seconds
+    that the device idles before every turn, so that power limits no turn: of two kernels in turns
+    without rest the thriftier pays for the other.
     """
 
     rounds: int = 5
@@ -80,6 +82,7 @@ class Effort:
     cold: bool = False
     warmup: int = 3
     host_calls: int = 25
+    rest_s: float = 0.0
 
 
 class Stopwatch:
@@ -113,6 +116,7 @@ class Stopwatch:
             return max(2, min(200, round(self.effort.batch_ms / _elapsed(candidate.call, 2))))
 
     def _round(self, candidate: Candidate, count: int, figures: Figures) -> None:
+        time.sleep(self.effort.rest_s)
         with candidate.context():
             if self.effort.cold:
                 milliseconds = self._cold(candidate, min(count, 20), figures)
