@@ -48,7 +48,8 @@ def main(argv: list[str] | None = None) -> int:
     lines = [parsed(line) for line in LINES.strip().splitlines()][first::step]
     if arguments.compile_only:
         return sum(sweep.compile_only([case], texts) for case, texts in lines)
-    stopwatch = Stopwatch(Effort(arguments.rounds, arguments.batch_ms), Meter())
+    effort = Effort(arguments.rounds, arguments.batch_ms, rest_s=arguments.rest)
+    stopwatch = Stopwatch(effort, Meter())
     report = Report("ablation", facts() | {"inputs": INPUTS}, arguments.out)
     with torch.no_grad():
         for number, (case, texts) in enumerate(lines):
@@ -80,6 +81,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="bench.ablation", description=__doc__.split("\n")[0])
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--batch-ms", type=float, default=6.0)
+    parser.add_argument("--rest", type=float, default=0.0, help="idle seconds before a turn")
     parser.add_argument("--share", default="0/1", help="I/N: every N-th line from the I-th on")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--compile-only", action="store_true")

@@ -114,7 +114,8 @@ def main(argv: list[str] | None = None) -> int:
     chosen = list(cases(*axes))
     if arguments.compile_only:
         return compile_only(chosen, arguments.rows)
-    stopwatch = Stopwatch(Effort(arguments.rounds, arguments.batch_ms), Meter())
+    effort = Effort(arguments.rounds, arguments.batch_ms, rest_s=arguments.rest)
+    stopwatch = Stopwatch(effort, Meter())
     report = Report("sweep", facts() | {"inputs": INPUTS}, arguments.out)
     with torch.no_grad():
         for case in chosen:
@@ -236,6 +237,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--rows", type=_words, default=[], help="instead of the listed ones")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--batch-ms", type=float, default=10.0)
+    parser.add_argument("--rest", type=float, default=0.0, help="idle seconds before a turn")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--compile-only", action="store_true")
     return parser
