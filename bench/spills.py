@@ -26,7 +26,8 @@ from bench.results import Report
 from fa_cute import variants
 from fa_cute.configuration import Configuration
 from fa_cute.host import compile as compiling
-from fa_cute.host.configs import BWD_SM90, FWD_SM90, FWD_SM100
+from fa_cute.host.backward_configs import BWD_SM90
+from fa_cute.host.configs import FWD_SM90, FWD_SM100
 from fa_cute.host.target import is_hosted
 from fa_cute.plan import BACKWARD, FORWARD
 

@@ -12,8 +12,8 @@ import torch
 from bench import spills
 from fa_cute.host import configs
 from fa_cute.host.backward import plans_of
+from fa_cute.host.backward_configs import BWD_SM90, BwdRow, bwd_sm90
 from fa_cute.host.compile import build
-from fa_cute.host.configs import BWD_SM90, bwd_sm90
 from fa_cute.mods.derivative import differentiate
 from fa_cute.mods.graph import Graph
 from fa_cute.mods.trace import trace_score_mod
@@ -79,7 +79,7 @@ DIRECTION = {"deterministic": False, "lse_gradient": False}
 @pytest.mark.parametrize(
     "row", [row for row in BWD_SM90 if not row.modified], ids=lambda row: str(row.head_dims)
 )
-def test_a_row_spills_nothing(row: configs.BwdRow, tmp_path: Path) -> None:
+def test_a_row_spills_nothing(row: BwdRow, tmp_path: Path) -> None:
     """Causal has all the masks of a plain call."""
     plans = plans_of(forward(*row.head_dims, causal=True), **DIRECTION)
     assert plans.main.config == row.config

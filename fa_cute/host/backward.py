@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from fa_cute.host import configs
+from fa_cute.host.backward_configs import bwd_sm90
 from fa_cute.host.compile import compiled
 from fa_cute.host.launch import Kernel
 from fa_cute.host.planning import visits_of
@@ -154,7 +154,7 @@ def _config(forward: Plan, *, heavy: int = 0) -> BwdConfig:
     cut = forward.causal or any(forward.window)
     modified = forward.score_mod is not None or forward.mask_mod is not None
     dims = forward.head_dim, forward.head_dim_v
-    return configs.bwd_sm90(*dims, cut=cut, modified=modified, heavy=heavy)
+    return bwd_sm90(*dims, cut=cut, modified=modified, heavy=heavy)
 
 
 def heaviness(derivative: Graph | None) -> int:

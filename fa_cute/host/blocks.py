@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from fa_cute.host import configs
+from fa_cute.host.backward_configs import bwd_sm90
 from fa_cute.host.block_mask import from_block_mask, is_block_mask
 from fa_cute.host.planning import CONFIGS
 from fa_cute.host.problem import MAX_LENGTH, check_indexed
@@ -245,7 +246,7 @@ def tiles_of(
     if tile is None:
         choose = CONFIGS.get(target_for(device), configs.fwd_sm90)
         forward = choose(*head_dims, cut=False, modified=True)
-        backward = configs.bwd_sm90(*head_dims, cut=False, modified=True)
+        backward = bwd_sm90(*head_dims, cut=False, modified=True)
         return (forward.tile_m, forward.tile_n), (backward.tile_q, backward.tile_kv)
     pair = isinstance(tile, tuple | list) and len(tile) == 2
     if not pair or not all(isinstance(size, int) and size > 0 for size in tile):
