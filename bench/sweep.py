@@ -3,7 +3,8 @@
 First ``--compile-only`` on any host fills FA_CUTE_CACHE_DIR; then, on the device, the same flags
 without it measure every row and FA3 in the same rounds. A row is written
 ``tile_m x tile_n x KV stages x Q stages : producer / consumer registers : t|n`` (turns, none),
-e.g. ``128x176x2x1:24/240:t``; a ``p`` behind it: P has registers of its own (``own_p``); with
+e.g. ``128x176x2x1:24/240:t``; a ``p`` behind it: P has registers of its own (``own_p``), ``e1``:
+one piece of the exponentials is ``emulated``; with
 ``@NAME`` behind it the kernel has that change of ``bench.ablated``. Beside a mod the plain kernel
 takes turns too.
 """
@@ -49,7 +50,7 @@ ROWS = {
     ),
 }
 _changed: dict[tuple[Plan, str], Kernel] = {}
-_ROW = re.compile(r"(\d+)x(\d+)x(\d+)x(\d+):(\d+)/(\d+):([tn])(p?)")
+_ROW = re.compile(r"(\d+)x(\d+)x(\d+)x(\d+):(\d+)/(\d+):([tn])(p?)(?:e(\d))?")
 
 
 def row(text: str) -> FwdConfig:
@@ -57,7 +58,8 @@ def row(text: str) -> FwdConfig:
     found = _ROW.fullmatch(text)
     if found is None:
         raise SystemExit(f"{text!r} is no row; write it like 128x176x2x1:24/240:t")
-    return FwdConfig(*map(int, found.groups()[:6]), ping_pong=found[7] == "t", own_p=bool(found[8]))
+    how = {"ping_pong": found[7] == "t", "own_p": bool(found[8]), "emulated": int(found[9] or 0)}
+    return FwdConfig(*map(int, found.groups()[:6]), **how)
 
 
 def plan(case: Case, config: FwdConfig, device: str) -> tuple[Plan, Mods]:
@@ -197,7 +199,8 @@ def _rows(case: Case, texts: list[str]) -> list[str]:
     c = _default(case)
     registers = f"{c.producer_registers}/{c.consumer_registers}"
     tile = f"{c.tile_m}x{c.tile_n}x{c.kv_stages}x{c.q_stages}"
-    return [f"{tile}:{registers}:{'t' if c.ping_pong else 'n'}{'p' * c.own_p}"]
+    emulated = f"e{c.emulated}" if c.emulated else ""
+    return [f"{tile}:{registers}:{'t' if c.ping_pong else 'n'}{'p' * c.own_p}{emulated}"]
 
 
 def _beside(case: Case) -> list[str]:
@@ -210,7 +213,9 @@ def _default(case: Case) -> FwdConfig:
     score_mod = plan(case, FwdConfig(128, 128, 2, 2, 24, 240), "meta")[0].score_mod
     light = score_mod is not None and is_light(score_mod)
     few, dims = case.seqlen <= FEW_KEYS, (case.head_dim, case.dim_v)
-    return fwd_sm90(*dims, cut=cut, modified=modified, light=light, few_keys=few, presumed=True)
+    # No variant of the benchmark hides keys.
+    classes = {"light": light, "scored": score_mod is not None, "few_keys": few, "presumed": True}
+    return fwd_sm90(*dims, cut=cut, modified=modified, **classes)
 
 
 def _cells(line: dict[str, Any]) -> list[str]:

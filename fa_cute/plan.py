@@ -28,7 +28,9 @@ class FwdConfig:
     consumers issue their products in strict turns. ``packed``: the query heads that share a
     key/value head are rows of one tile (short Sq). ``few_keys``: chosen for a short Sk. ``own_p``:
     where maxima are presumed, P of a block has registers of its own, so that its exponentials pass
-    under the P V of the block before (``softmax.presume``).
+    under the P V of the block before (``softmax.presume``). ``emulated``: of the ``tile_n / 16``
+    pieces of a block's exponentials, those that the FMA pipes compute under a mod that takes MUFU
+    itself (``softmax.emulated``).
     """
 
     tile_m: int
@@ -41,6 +43,7 @@ class FwdConfig:
     packed: bool = False
     few_keys: bool = False
     own_p: bool = False
+    emulated: int = 0
 
     @property
     def consumers(self) -> int:

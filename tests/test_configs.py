@@ -33,6 +33,7 @@ def calls(row: Row) -> list[tuple[str, bool, bool]]:
             few_keys=row.config.few_keys,
             light=row.light,
             presumed=row.presumed,
+            scored=row.scored,
         )
         is row.config
     ]
@@ -96,22 +97,26 @@ def test_every_row_is_used() -> None:
 def test_no_row_spills_or_serialises(at: int) -> None:
     """Each row's kernel for the most work: fp16, bounds on both sides, a softcap, sinks, lse.
 
-    Where there is a row for light score_mods, the others have a mask_mod too.
+    Where there is a row for light score_mods, the others have a mask_mod too, or, if there is one
+    for score_mods alone, that loads by query.
     """
     row = FWD_SM90[at]
     dtype, cut, modified = calls(row)[-1]
-    shared = (
-        modified
-        and not row.light
-        and any(other.light and other.head_dims == row.head_dims for other in FWD_SM90)
-    )
+    lit = any(other.light and other.head_dims == row.head_dims for other in FWD_SM90)
+    shared = modified and not (row.light or row.scored) and lit
+    by_query = torch.zeros(1 << 14)
+
+    def score_mod(s, b, h, q, kv):
+        capped = 30 * torch.tanh(s / 30)
+        return capped + by_query[q] if row.scored else capped
+
     kernel = fa_cute.compile(
         head_dim=row.head_dims[0],
         head_dim_v=row.head_dims[1],
         dtype=dtype,
         causal=cut,
         window=(cut, False),
-        score_mod=(lambda s, b, h, q, kv: 30 * torch.tanh(s / 30)) if modified else None,
+        score_mod=score_mod if modified else None,
         mask_mod=(lambda b, h, q, kv: q + kv != 3) if shared else None,
         return_lse=not row.presumed,
         sinks=True,

@@ -33,8 +33,8 @@ class Row(NamedTuple):
     ``cut``: causal or a window cuts tiles. ``modified``: a score_mod or a mask_mod is present.
     ``dtype``: "bfloat16" or "float16", whose conversions take more registers; None for either.
     ``presumed``: only for calls without lse, and not for a few queries that share a tile.
-    ``light``: only for calls whose one mod is a score_mod that hides nothing (so that no lists of
-    blocks are made for their tile) and takes few registers, as ``planning.is_light`` says.
+    ``scored``: only for calls whose one mod is a score_mod that hides nothing, so that no lists of
+    blocks are made for their tile. ``light``: and takes few registers (``planning.is_light``).
     """
 
     head_dims: tuple[int, int]
@@ -45,6 +45,7 @@ class Row(NamedTuple):
     dtype: str | None = None
     light: bool = False
     presumed: bool = False
+    scored: bool = False
 
 
 FWD_SM90: tuple[Row, ...] = (
@@ -90,16 +91,24 @@ FWD_SM90: tuple[Row, ...] = (
         (128, 128),
         None,
         True,
-        FwdConfig(192, 80, 2, 2, 32, 160),
-        "S8k full, causal: softcap 628, 623 TFLOP/s, 128 x 128 560, 563; ALiBi 729, 702; 706, 680",
+        FwdConfig(192, 80, 2, 2, 32, 160, emulated=1),
+        "S8k full, causal: softcap 702, 676 TFLOP/s, none emulated 672, 657; ALiBi 775, 758",
         light=True,
     ),
     Row(
         (128, 128),
         None,
         True,
+        FwdConfig(128, 128, 2, 2, 24, 240),
+        "S8k full, causal: T5 700, 681 TFLOP/s, 40/232 registers 666, 658; 128 x 144 659, 646",
+        scored=True,
+    ),
+    Row(
+        (128, 128),
+        None,
+        True,
         FwdConfig(128, 128, 2, 2, 40, 232),
-        "S8k full, causal: T5 690, 657 TFLOP/s, without turns 563, 532; 192 x 80 576, 599",
+        "masks, whose producer needs 40 registers to find the next tile's visits; T5 666, 658",
     ),
     Row(
         (128, 128),
@@ -112,8 +121,8 @@ FWD_SM90: tuple[Row, ...] = (
         (64, 64),
         None,
         True,
-        FwdConfig(192, 128, 2, 2, 32, 160),
-        "S8k full: ALiBi 541 TFLOP/s, 192 x 96 524; softcap 387 and 375, FA3 373",
+        FwdConfig(192, 128, 2, 2, 32, 160, emulated=4),
+        "S8k full, causal: softcap 442, 426 TFLOP/s, 3 pieces emulated 428, 405, none 391, 373",
         light=True,
     ),
     Row(
@@ -404,16 +413,20 @@ def fwd_sm90(
     few_keys: bool = False,
     light: bool = False,
     presumed: bool = False,
+    scored: bool = False,
 ) -> FwdConfig:
     """The configuration of a forward on sm_90; ValueError says which head dims have one.
 
-    ``few_keys``: the call is in that class of lengths (see above). ``light``, ``presumed``: as in
-    ``Row``.
+    ``few_keys``: the call is in that class of lengths (see above). ``light``, ``presumed``,
+    ``scored``: as in ``Row``.
     """
     table = [
         row
         for row in FWD_SM90
-        if row.config.few_keys <= few_keys and row.light <= light and row.presumed <= presumed
+        if row.config.few_keys <= few_keys
+        and row.light <= light
+        and row.presumed <= presumed
+        and row.scored <= scored
     ]
     return _first(table, (head_dim, head_dim_v), cut, modified, dtype)
 

@@ -186,25 +186,28 @@ def plan_by_elements(problem: Problem, mods: Mods, target: str) -> Plan:
 
 def _classes(problem: Problem, score_mod: Graph | None, mask_mod: Graph | None) -> dict[str, bool]:
     """What more than head dims and bounds chooses a row of sm_90: see ``configs.fwd_sm90``."""
-    light = score_mod is not None and mask_mod is None and is_light(score_mod)
+    from fa_cute.mods.shown import shown
+
+    scored = score_mod is not None and mask_mod is None and shown(score_mod) is None
+    light = scored and is_light(score_mod)
     decodes = problem.few_queries and problem.gqa_ratio > 1  # bound by memory: not measured there
     presumed = not (problem.return_lse or decodes)
-    return {"few_keys": problem.few_keys, "light": light, "presumed": presumed}
+    classes = {"few_keys": problem.few_keys, "light": light, "scored": scored}
+    return classes | {"presumed": presumed}
 
 
 def is_light(score_mod: Graph) -> bool:
-    """Whether a score_mod hides nothing and takes a thread few registers: three consumers pay.
+    """Whether a score_mod takes a thread few registers, so that three consumers pay.
 
     It loads nothing by query or key, and nothing dear of q - kv: ALiBi and softcap, not T5, which
     has 576 TFLOP/s with three consumers and 690 with two.
     """
     from fa_cute.mods.graph import cost
-    from fa_cute.mods.shown import shown
 
     placed = list(zip(score_mod.nodes, score_mod.levels(), strict=True))
     loads = any(node.op == "load" and level not in ("constant", "tile") for node, level in placed)
     diagonal = sum(cost(node) for node, level in placed if level == "diagonal")
-    return not loads and diagonal < DEAR and shown(score_mod) is None
+    return not loads and diagonal < DEAR
 
 
 def biased(plan: Plan, slot: int) -> Plan:

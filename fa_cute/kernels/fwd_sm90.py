@@ -164,7 +164,7 @@ class FwdSm90(Loads, Memory, Products):
         self.topology = topology(plan)
         self.turns = Turns(TURNS, plan.config.consumers if plan.config.ping_pong else 1)
         self.dtype, self.bias = DTYPES[plan.dtype], Bias.of(plan)
-        self.bounded = softmax.is_bounded(plan)
+        self.bounded, self.emulated = softmax.is_bounded(plan), softmax.emulated(plan)
         self.owns_p = plan.config.own_p and not self.bounded  # where there is a branch to settle
         self.p_shape = plan.config.tile_m, plan.config.tile_n
         self.fragment = mma_sm90.fragment(plan.config.tile_n)
@@ -346,7 +346,7 @@ class FwdSm90(Loads, Memory, Products):
         k.release()
         self.modify(body, blocks, s, block, True)
         self.free(bias)
-        how = {"sought": self.plan.seeks, "bounded": self.bounded}
+        how = {"sought": self.plan.seeks, "bounded": self.bounded, "emulated": self.emulated}
         softmax.begin(s, f.p, state, self.exponent(body), **how)
         if const_expr(self.walk.noted):
             rings = self.follow(body, rings, walk - 1, whole)
@@ -458,7 +458,8 @@ class FwdSm90(Loads, Memory, Products):
         if not own:
             warpgroup.wait_group(0)  # P overwrites what the last P V reads
             v.release()
-        softmax.presume(s, p, state, c, line=line, crossed=own)
+        share = {"emulated": self.emulated, "bounded": self.bounded}
+        softmax.presume(s, p, state, c, line=line, crossed=own, **share)
         softmax.settle(s, p, f.o, state, c, line=line, bounded=self.bounded, crossed=own)
         if own:
             warpgroup.wait_group(0)

@@ -45,6 +45,10 @@ _COST = {
     **dict.fromkeys(("pow", "floordiv", "mod"), 16),
     **dict.fromkeys(("load", "erf"), 24),
 }
+# What MUFU computes, or begins.
+_MUFU = frozenset(
+    ("exp2", "tanh", "rsqrt", "exp", "log", "sqrt", "sin", "cos", "sigmoid", "truediv", "pow")
+)
 
 
 @dataclass(frozen=True)
@@ -170,6 +174,12 @@ class Graph:
 def cost(node: Node) -> int:
     """Roughly the instruction slots that the node takes an element: 1 for plain arithmetic."""
     return _COST.get(node.op, 1) * node.width
+
+
+def takes_mufu(graph: Graph) -> bool:
+    """Whether each score has a MUFU operation of the mod's, beside its exponential."""
+    placed = zip(graph.nodes, graph.levels(), strict=True)
+    return any(node.op in _MUFU and level == "element" for node, level in placed)
 
 
 def number_text(value: object) -> str:

@@ -121,6 +121,22 @@ PRESUMED: dict[str, Configuration] = {
     "d96-bf16-keys-window": C(
         96, mods=modifiers.falling_with_keys, window=(True, True), return_lse=False
     ),
+    # A share of their exponentials passes on the FMA pipes.
+    "d128-bf16-capped": C(mods=modifiers.softcap(50.0), approximation=0.03, return_lse=False),
+    "d128-fp16-capped-causal": C(
+        dtype="float16",
+        causal=True,
+        mods=modifiers.softcap(50.0),
+        approximation=0.03,
+        return_lse=False,
+    ),
+    "d64-bf16-capped-causal": C(
+        64,
+        causal=True,
+        mods=modifiers.softcap(50.0),
+        approximation=0.03,
+        return_lse=False,
+    ),
 }
 # Scores that a mod bounds: under no maximum at all.
 BOUNDED: dict[str, Configuration] = {

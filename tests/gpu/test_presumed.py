@@ -6,12 +6,13 @@ import pytest
 import torch
 
 from .configurations import BOUNDED, PRESUMED
-from .judging import KINDS, Inputs, check, inputs
+from .judging import KINDS, Inputs, arguments, call, check, inputs
 
 pytestmark = pytest.mark.gpu
 NAMES = (
     *("d128-bf16-full", "d128-bf16-causal", "d64-fp16-full", "d64-fp16-causal"),
     *("d128-bf16-alibi", "d128-bf16-alibi-turned", "d64-fp16-alibi-turned", "d256-bf16-keys"),
+    *("d128-bf16-capped", "d128-fp16-capped-causal", "d64-bf16-capped-causal"),
 )
 LENGTHS = ((1, 1), (129, 200), (300, 129), (1000, 1000), (1337, 2049))
 
@@ -69,3 +70,15 @@ def test_bounded(name: str, lengths: tuple[int, int], kind: str) -> None:
         options["sinks"] = torch.linspace(-3.0, 3.0, x.q.shape[2], device=x.q.device)
     check(configuration, x, **options)
     check(configuration, rising(x, (200.0, -200.0, 0.0), slice(5, 300, 7)), **options)
+
+
+@pytest.mark.parametrize("name", ["d128-full", "d96-full", "d64-causal-sinks"])
+def test_a_nan_is_not_hidden(name: str) -> None:
+    """Of whichever key, and so by whichever way its exponential is computed."""
+    x = inputs(BOUNDED[name], (65, 300), batch=1)
+    sinks = {"sinks": torch.zeros(x.q.shape[2], device=x.q.device)} if BOUNDED[name].sinks else {}
+    for key in range(0, 235, 3):  # causal: all rows see them
+        k = x.k.clone()
+        k[:, key] = torch.nan
+        out, _ = call(BOUNDED[name], Inputs(x.q, k, x.v), **arguments(BOUNDED[name], x, **sinks))
+        assert out.isnan().all(), key
