@@ -20,7 +20,8 @@ from bench.results import Report
 from bench.timing import Effort, Stopwatch
 
 FULL, CUT, MODDED = "128x176x2x1:24/240:n", "128x128x2x2:24/240:n", "128x128x2x2:24/240:t"
-D64, D256 = "192x128x2x2:32/160:t", "128x80x2x1:24/240:t"
+D64, D96 = "192x128x2x2:32/160:t", "192x96x2x2:32/160:t"
+D256 = "128x80x2x1:24/240:t"
 SCORED, ONE_Q = "192x80x2x2:32/160:t", "128x128x2x1:24/240:n"
 SPARE = "128x128x2x2:40/232:t"
 LINES = f"""
@@ -36,9 +37,10 @@ d64 full plain 8192: {D64} {D64}@sought {D64[:-1]}n 128x128x2x2:24/240:t {D64}@n
 d256 causal plain 8192: {D256} {D256}@sought {D256[:-1]}n {D256}@row-order {D256}@sections-16
 d128 full alibi 8192: {SCORED} {SCORED}@not-left {MODDED} {SCORED}@not-hoisted {SCORED}@no-lines
 d128 causal alibi 8192: {SCORED} {SCORED}@not-left {SCORED[:-1]}n {MODDED}
-d128 full softcap 8192: {SCORED}e1 {SCORED} {SCORED}@checked {SCORED[:-1]}n {SCORED}@not-folded
-d128 causal softcap 8192: {SCORED}e1 {SCORED} {SCORED}@checked {SCORED[:-1]}n {MODDED}
-d64 full softcap 8192: {D64}e4 {D64}e2 {D64}
+d128 full softcap 8192: {SCORED} {SCORED}e1 {SCORED}@checked {SCORED[:-1]}n {SCORED}@not-folded
+d128 causal softcap 8192: {SCORED} {SCORED}e1 {SCORED}@checked {SCORED[:-1]}n {MODDED}
+d64 full softcap 8192: {D64}e3 {D64}e2 {D64}
+d96 full softcap 8192: {D96}e2 {D96}
 d128 full t5 8192: {SCORED} {MODDED} {SPARE} {MODDED}@not-rolling {SCORED}@not-hoisted
 """
 

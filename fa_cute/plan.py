@@ -30,7 +30,7 @@ class FwdConfig:
     where maxima are presumed, P of a block has registers of its own, so that its exponentials pass
     under the P V of the block before (``softmax.presume``). ``emulated``: of the ``tile_n / 16``
     pieces of a block's exponentials, those that the FMA pipes compute under a mod that takes MUFU
-    itself (``softmax.emulated``).
+    itself (``softmax.How``).
     """
 
     tile_m: int

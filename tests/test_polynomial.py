@@ -70,4 +70,4 @@ def test_pieces_are_spread() -> None:
 def test_which_kernels(mod: object, return_lse: bool, served: bool) -> None:
     options = {"dtype": "bfloat16", "return_lse": return_lse, "target": "sm_90a"}
     plan, _ = Configuration(head_dim=64, score_mod=mod, **options).plan()
-    assert (softmax.emulated(plan) > 0) == served
+    assert (softmax.How.of(plan).emulated > 0) == served

@@ -23,7 +23,7 @@ Per row, with c = scale x log2 e (log2 e alone after a score_mod), over the bloc
   masked block whether a row has seen nothing yet, to seek there, parts the mask from the
   exponentials that it could pass under.
 * Where a score_mod bounds the scores (softcap), m is 0 for good (``is_bounded``).
-* Where one takes MUFU itself, a share of the exponentials passes on the FMA pipes (``emulated``).
+* Where one takes MUFU itself, a share of the exponentials may pass on the FMA pipes (``How.of``).
 * P of the largest score is 1 only if m is that score. Else it is rounded like every other, so where
   one key has nearly all the weight the output is off by up to 2^-9 more, relative (bf16). Through
   rowsum(O dO) that error would reach every gradient of the row.
@@ -35,7 +35,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import cutlass
@@ -171,32 +171,37 @@ def is_bounded(plan: Plan) -> bool:
     return largest(plan.score_mod) <= MOST_BOUND
 
 
-def emulated(plan: Plan) -> int:
-    """Of a block's pieces, those whose exponentials the FMA pipes compute (``FwdConfig.emulated``).
+class How(NamedTuple):
+    """How a kernel computes P of a block whose maximum is presumed.
 
-    Where the score_mod takes MUFU for each score: d128 S8k softcap full 672 -> 702 TFLOP/s, causal
-    657 -> 676. Not where maxima are sought, as for gradients.
+    ``bounded``: under 0 (``is_bounded``). ``crossed``: its words are made for ``uncross``, and the
+    P V before is not awaited yet. ``emulated``: so many pieces by polynomials.
     """
-    waits = plan.score_mod is not None and not plan.seeks and takes_mufu(plan.score_mod)
-    return plan.config.emulated if waits else 0
+
+    bounded: bool = False
+    crossed: bool = False
+    emulated: int = 0
+
+    @classmethod
+    def of(cls, plan: Plan) -> How:
+        """As the plan's mods and config have it.
+
+        ``FwdConfig.emulated`` pieces where the score_mod takes MUFU for each score: d64 S8k softcap
+        389 -> 428 TFLOP/s, causal 372 -> 401. Not where maxima are sought, as for gradients.
+        """
+        bounded = is_bounded(plan)  # else there is a branch to settle, and a wait behind it
+        waits = plan.score_mod is not None and not plan.seeks and takes_mufu(plan.score_mod)
+        return cls(bounded, plan.config.own_p and not bounded, plan.config.emulated * waits)
 
 
 def begin(
-    s: cute.Tensor,
-    p: cute.Tensor,
-    state: RowState,
-    c: Float32,
-    *,
-    sought: bool,
-    bounded: bool = False,
-    emulated: int = 0,
+    s: cute.Tensor, p: cute.Tensor, state: RowState, c: Float32, how: How, *, sought: bool
 ) -> None:
     """P, rounded, from the S of a tile's first block, under its own maximum; ``state`` is of it.
 
     ``sought``: summed as the blocks after it, whose maxima are sought: any may be the first.
-    ``bounded``: under 0 (``is_bounded``). ``emulated``: as in ``presume``.
     """
-    state.maximum.fill(0.0 if bounded else -Float32.inf)
+    state.maximum.fill(0.0 if how.bounded else -Float32.inf)
     state.sum.fill(0.0)
     if sought:
         view = rows_and_columns(s)
@@ -204,9 +209,9 @@ def begin(
         convert(s, p)
         add_up(view, state)
     else:
-        if not bounded:
+        if not how.bounded:
             seek(s, state)
-        presume(s, p, state, c, sought=True, emulated=emulated, bounded=bounded)
+        presume(s, p, state, c, how._replace(crossed=False), sought=True)
         _take(state)
 
 
@@ -223,28 +228,20 @@ def presume(
     p: cute.Tensor,
     state: RowState,
     c: Float32,
+    how: How,
     *,
     sought: bool = False,
     line: Any = None,
-    crossed: bool = False,
-    emulated: int = 0,
-    bounded: bool = False,
 ) -> None:
     """P, rounded, from S under the maximum of the blocks before; its sums to ``state.added``.
 
     ``s``, ``p``: fragments in the accumulator's order. ``sought``: rows with nothing before have
     their maximum of this block, or see nothing in it. ``line``: what the score_mod, which S has not
     had yet, adds to it (``score.Block.line``). ``settle`` must follow, unless all were sought.
-    ``crossed``: the words of P are made for ``uncross``. ``emulated``: so many pieces of P by
-    polynomials, which know no overflow: their exponents end below it, if not ``bounded`` anyway.
     """
     maxima = [state.maximum[r] for r in range(FRAGMENT_ROWS)]
     shifts = [shift_of(m, c) if sought else -(m * c) for m in maxima]
-    exponents = _exponents(shifts, c, line)
-    if emulated:
-        pieces = polynomial.chosen(Pieces(s).count, emulated)
-        exponents = exponents._replace(emulated=pieces, bounded=bounded)
-    _powers(s, p, state, exponents, None, crossed)
+    _powers(s, p, state, _Exponents.of(shifts, c, line, how), None)
 
 
 def settle(
@@ -253,23 +250,22 @@ def settle(
     o: cute.Tensor,
     state: RowState,
     c: Float32,
+    how: How,
     *,
     line: Any = None,
-    bounded: bool = False,
-    crossed: bool = False,
 ) -> None:
     """Take what ``presume`` added into the sums; if it is too large, after raising the maximum.
 
-    ``crossed``: the P V before is not awaited yet. It is behind this branch: ptxas moves a wait up
-    over everything but a branch, and exponentials would follow P V where they may pass under it.
+    ``how.crossed``: P V is awaited behind this branch: ptxas moves a wait up over everything but a
+    branch, and exponentials would follow P V where they may pass under it.
     """
-    if not bounded:
+    if not how.bounded:
         with emit.where(~cute.arch.vote_all_sync(_borne(state.added[0] + state.added[1], p))):
-            if crossed:
+            if how.crossed:
                 warpgroup.wait_group(0)
             if line is not None:
                 line.block.score(rows_and_columns(s))
-            _raise(s, p, o, state, c, crossed)
+            _raise(s, p, o, state, c, how)
     _take(state)
 
 
@@ -293,31 +289,38 @@ def _permuted(low: Any, high: Any, selector: int) -> Any:
 
 
 class _Exponents(NamedTuple):
-    """P of a piece by its number: 2^(factor S + shift), of ``emulated`` ones by a polynomial."""
+    """P of a piece by its number: 2^(factor S + shift), of ``how.emulated`` ones by a polynomial.
+
+    It knows no overflow: where the scores are not bounded, its argument is.
+    """
 
     factor: Any
     shift: Callable[[int], Any]
-    emulated: frozenset[int] = frozenset()
-    bounded: bool = False
+    how: How
 
-    def power(self, number: int, scores: Any) -> Any:
-        exponent = math_dialect.fma(scores, self.factor, self.shift(number))
-        if number in self.emulated:
-            return polynomial.exp2(exponent, bounded=self.bounded)
-        return math_dialect.exp2(exponent, fastmath=arith.FastMathFlags.fast)
+    @classmethod
+    def of(cls, shifts: list[Float32], c: Float32, line: Any, how: How) -> _Exponents:
+        if line is None:
+            shift = by_row(shifts)
+            return cls(by_row([c, c]), lambda number: shift, how)
+        factor, rest = line.times(c.ir_value(), [shift.ir_value() for shift in shifts])
+        columns = PIECE // FRAGMENT_ROWS
 
+        def shift_at(number: int) -> Any:
+            return by_rows(rest(range(columns * number, columns * (number + 1))))
 
-def _exponents(shifts: list[Float32], c: Float32, line: Any) -> _Exponents:
-    if line is None:
-        shift = by_row(shifts)
-        return _Exponents(by_row([c, c]), lambda number: shift)
-    factor, rest = line.times(c.ir_value(), [shift.ir_value() for shift in shifts])
-    columns = PIECE // FRAGMENT_ROWS
+        return cls(emit.splat(factor, PIECE), shift_at, how)
 
-    def shift_at(number: int) -> Any:
-        return by_rows(rest(range(columns * number, columns * (number + 1))))
-
-    return _Exponents(emit.splat(factor, PIECE), shift_at)
+    def powers(self, s: cute.Tensor) -> Iterator[Any]:
+        """P of each piece of ``s``."""
+        pieces = Pieces(s).all()
+        emulated = polynomial.chosen(len(pieces), self.how.emulated)
+        for number, scores in enumerate(pieces):
+            exponent = math_dialect.fma(scores, self.factor, self.shift(number))
+            if number in emulated:
+                yield polynomial.exp2(exponent, bounded=self.how.bounded)
+            else:
+                yield math_dialect.exp2(exponent, fastmath=arith.FastMathFlags.fast)
 
 
 def _powers(
@@ -326,15 +329,13 @@ def _powers(
     state: RowState,
     exponents: _Exponents,
     kept: Any,
-    crossed: bool,
 ) -> None:
     """P by ``exponents``, rounded, except in the rows of the words ``kept``; its sums by thread."""
     rounded = Pieces(p)
     kind = ir.VectorType.get([PIECE], p.element_type.mlir_type)
     total = None
-    for number, scores in enumerate(Pieces(s).all()):
-        power = exponents.power(number, scores)
-        ordered = vector.shuffle(power, power, CROSSED) if crossed else power
+    for number, power in enumerate(exponents.powers(s)):
+        ordered = vector.shuffle(power, power, CROSSED) if exponents.how.crossed else power
         words = arith.truncf(kind, ordered)
         if kept is not None:
             # So that P is used on this path too: else the compiler moves its conversion behind the
@@ -376,7 +377,7 @@ def _take(state: RowState) -> None:
 
 
 def _raise(
-    s: cute.Tensor, p: cute.Tensor, o: cute.Tensor, state: RowState, c: Float32, crossed: bool
+    s: cute.Tensor, p: cute.Tensor, o: cute.Tensor, state: RowState, c: Float32, how: How
 ) -> None:
     """The rows whose sums were too large take their maximum, and with it l, O and P."""
     tops = _reduce(Pieces(s).all(), llvm.intr_maxnum)
@@ -389,7 +390,7 @@ def _raise(
         state.sum[r] = state.sum[r] * state.scale[r]
         kept.append(held.ir_value())
     words = emit.gathered(kept * (PIECE // 4), PIECE // 2)
-    _powers(s, p, state, _exponents(shifts, c, None), words, crossed)
+    _powers(s, p, state, _Exponents.of(shifts, c, None, how), words)
     rescale(o, state)
 
 

@@ -164,8 +164,7 @@ class FwdSm90(Loads, Memory, Products):
         self.topology = topology(plan)
         self.turns = Turns(TURNS, plan.config.consumers if plan.config.ping_pong else 1)
         self.dtype, self.bias = DTYPES[plan.dtype], Bias.of(plan)
-        self.bounded, self.emulated = softmax.is_bounded(plan), softmax.emulated(plan)
-        self.owns_p = plan.config.own_p and not self.bounded  # where there is a branch to settle
+        self.how = softmax.How.of(plan)
         self.p_shape = plan.config.tile_m, plan.config.tile_n
         self.fragment = mma_sm90.fragment(plan.config.tile_n)
         self.walk = Walk(plan, self.fragment)
@@ -346,8 +345,7 @@ class FwdSm90(Loads, Memory, Products):
         k.release()
         self.modify(body, blocks, s, block, True)
         self.free(bias)
-        how = {"sought": self.plan.seeks, "bounded": self.bounded, "emulated": self.emulated}
-        softmax.begin(s, f.p, state, self.exponent(body), **how)
+        softmax.begin(s, f.p, state, self.exponent(body), self.how, sought=self.plan.seeks)
         if const_expr(self.walk.noted):
             rings = self.follow(body, rings, walk - 1, whole)
         elif const_expr(self.plan.seeks and None not in (x.bounds.left, x.bounds.right)):
@@ -438,7 +436,7 @@ class FwdSm90(Loads, Memory, Products):
 
         ``first``: bounds may hide all before it from a row. At a window's left edge they do not.
         """
-        return self.plan.seeks or (first and not self.walk.hides and not self.bounded)
+        return self.plan.seeks or (first and not self.walk.hides and not self.how.bounded)
 
     def sought(self, body: Sweep, s: cute.Tensor, v: Any) -> None:
         """P of a block under its own maximum; O rescaled to it."""
@@ -453,14 +451,13 @@ class FwdSm90(Loads, Memory, Products):
 
     def presumed(self, body: Sweep, s: cute.Tensor, v: Any, line: Any) -> None:
         """P under the maximum of the blocks before, unless its sums tell otherwise."""
-        f, state, c, own = body.f, body.state, self.exponent(body), self.owns_p
+        f, state, c, own = body.f, body.state, self.exponent(body), self.how.crossed
         p = mma_sm90.operand_like(body.x.pv, self.p_shape) if own else f.p
         if not own:
             warpgroup.wait_group(0)  # P overwrites what the last P V reads
             v.release()
-        share = {"emulated": self.emulated, "bounded": self.bounded}
-        softmax.presume(s, p, state, c, line=line, crossed=own, **share)
-        softmax.settle(s, p, f.o, state, c, line=line, bounded=self.bounded, crossed=own)
+        softmax.presume(s, p, state, c, self.how, line=line)
+        softmax.settle(s, p, f.o, state, c, self.how, line=line)
         if own:
             warpgroup.wait_group(0)
             v.release()
