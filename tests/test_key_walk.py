@@ -9,12 +9,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
 from fa_cute.configuration import Configuration
-from fa_cute.host import backward
 from fa_cute.host.backward import plans_of
-from fa_cute.plan import Extra, Launch, Plan
+from fa_cute.plan import Plan
 from fa_cute.spans import PYTHON, Bounds, visible
 
 pytestmark = pytest.mark.compile
@@ -114,29 +112,3 @@ def kept(bounds: Bounds, first_row: int, first_key: int) -> int:
         begin, end = visible(bounds, q, q + 1)
         total += max(0, min(end, first_key + 64) - max(begin, first_key))
     return total
-
-
-@pytest.mark.parametrize("in_turn", [False, True])
-def test_in_turn_there_is_a_cta_a_tile(in_turn: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They begin in order, and wait for lower ones; of CTAs that draw tiles one may not begin."""
-    forward = Configuration(head_dim=64, dtype="bfloat16", target="sm_90a").plan()[0]
-    plans = plans_of(forward, deterministic=in_turn, lse_gradient=False)
-    ctas: dict[Plan, int] = {}
-
-    def compiled(plan: Plan) -> Any:
-        def kernel(io: Any, extra: Extra, launch: Launch) -> None:
-            ctas[plan] = launch.sm_count
-
-        return kernel
-
-    monkeypatch.setattr(backward, "compiled", compiled)
-    monkeypatch.setattr(backward, "counter", lambda device: None)
-    shape = (2, 300, 4, 64)
-    problem = SimpleNamespace(
-        empty=False, batch=2, heads_q=4, heads_k=4, seqlen_q=300, seqlen_k=300, device="cpu"
-    )
-    q, k, v, out, dout = (torch.randn(shape, dtype=torch.bfloat16) for _ in range(5))
-    saved = backward.Saved(q, k, v, out, torch.zeros(2, 4, 300))
-    launch = Launch(1.0, None, None, 132, None)
-    backward.backward(problem, plans, saved, (dout, None), Extra(), launch)
-    assert ctas[plans.main] == (2**31 - 1 if in_turn else 132)

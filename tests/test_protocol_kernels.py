@@ -94,6 +94,12 @@ KERNELS: dict[str, Callable[[], Plan]] = {
     "backward, wide, causal, deterministic": lambda: backward(
         head_dim=256, causal=True, deterministic=True
     ),
+    "backward, wide, window, deterministic": lambda: backward(
+        head_dim=256, window=(True, True), gqa_ratio=2, deterministic=True
+    ),
+    "backward, wide, lists of a mask, deterministic": lambda: replace(
+        backward(head_dim=256, mask_mod=chunked, deterministic=True), visits="lists"
+    ),
     "backward, ranges of a mask": lambda: backward(mask_mod=chunked, gqa_ratio=2),
     "backward, lists of a mask": lambda: replace(backward(mask_mod=chunked), visits="lists"),
     "backward, ranges of a mask, deterministic": lambda: backward(
@@ -450,6 +456,20 @@ def test_the_backwards_release_before_its_wait() -> None:
     assert checker.check(harmless, scenarios(backward(), 12), 30)
     wrong = wrong_by(program, before(releases(program, "q"), is_wait))
     assert "unordered access: Copy" in found_in(backward(), wrong)
+
+
+@pytest.mark.parametrize("ring", ["turn", "dq"])
+def test_a_turn_that_the_consumers_keep(ring: str) -> None:
+    """Wide, in turn: those add to dQ themselves; one who waits for turns, one who gives them on."""
+    plan = backward(head_dim=256, deterministic=True)
+    program, _ = recorded(plan)
+    table = program.rings[ring]
+    fewer = {"turn": {"empties": 7}, "dq": {"fills": 7}}[ring]
+    text = found_in(plan, replace(program, rings={**program.rings, ring: replace(table, **fewer)}))
+    assert "phase error" in text or "deadlock" in text
+    rings = ring_of(program)
+    kept = without(lambda op: isinstance(op, Arrive) and rings[op.slot] == ring)
+    assert "deadlock" in found_in(plan, wrong_by(program, kept))
 
 
 def blackwell() -> Plan:

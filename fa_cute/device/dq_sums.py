@@ -3,7 +3,8 @@
 The sums lie in the accumulators' order (``vectors.add_parts``). Either every thread adds its part,
 16 bytes a reduction, or all write theirs to shared memory, which one warp adds at once
 (``bulk.add``). In turn: a warp waits until the tiles of lower keys have added to a block, one or
-two blocks ahead of the one that adds and gives the turn on.
+two blocks ahead of who adds: the threads, for each of which it waits, or the warp that adds at
+once. Either way the turn is given on by a warp that does not multiply.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ class DqSums:
     def __init__(self, plan: Plan, walk: KeyWalk):
         self.plan, self.config, self.walk = plan, plan.config, walk
         self.bulk = in_bulk(plan)
+        self.handed = self.bulk or plan.in_turn  # a warp is told of each block
 
     def layout(self) -> cute.Layout:
         """dQ in shared memory: (4, threads, vectors, consumers, slots)."""
@@ -51,15 +53,15 @@ class DqSums:
 
     @cute.jit
     def add(self, x: Any, rings, buffers: Buffers):
-        """Add what is handed on, tile after tile, in turn if the plan says so."""
-        tile, place = self.walk.first(x)
+        """Add what is handed on, or give on the turns of what is added, tile after tile."""
+        tile, place = self.walk.first(x, buffers)
         while tile < x.tiles.count:
             rings = self._add(x, rings, buffers.dq, place)
             with rings.next.drain():
                 tile, place = told(buffers.next)
 
     @cute.jit
-    def _add(self, x: Any, rings, dq: cute.Tensor, place: Place):
+    def _add(self, x: Any, rings, dq: cute.Tensor | None, place: Place):
         size = 4 * self.config.tile_q * self.plan.width
         for i in cutlass.range(self.plan.gqa_ratio, unroll=1):
             own = place._replace(head=place.head * self.plan.gqa_ratio + i)
@@ -68,21 +70,23 @@ class DqSums:
             block = self.walk.spans(x, own).end
             for j in cutlass.range(visits.count, unroll=1):
                 block = self.walk.following(visits, j, block).block
-                if const_expr(self.plan.in_turn):
+                if const_expr(self.bulk and self.plan.in_turn):
                     turn = rings.turn.take()
                 with rings.dq.drain() as slot:
-                    mine = dq[(*[None] * 4, slot.index)]
-                    with cute.arch.elect_one():
-                        bulk.add(mine, sums + Int64(block) * size, visible=self.plan.in_turn)
-                if const_expr(self.plan.in_turn):
+                    if const_expr(self.bulk):
+                        mine = dq[(*[None] * 4, slot.index)]
+                        with cute.arch.elect_one():
+                            bulk.add(mine, sums + Int64(block) * size, visible=self.plan.in_turn)
+                if const_expr(self.bulk and self.plan.in_turn):
                     turn.release()
+                if const_expr(self.plan.in_turn):
                     turns.give(counters(x, own) + block)
         return rings
 
     @cute.jit
     def await_turns(self, x: Any, rings, buffers: Buffers):
         """Wait, for block after block, until the tiles of keys before this one have added to it."""
-        tile, place = self.walk.first(x)
+        tile, place = self.walk.first(x, buffers)
         while tile < x.tiles.count:
             rings = self._await_turns(x, rings, place)
             with rings.next.drain():
@@ -102,16 +106,24 @@ class DqSums:
 
 
 def in_bulk(plan: Plan) -> bool:
-    """Whether dQ is added from shared memory, by a warp of its own."""
-    return plan.gradients[0] and (plan.deterministic or plan.config.bulk)
+    """Whether dQ is added from shared memory, by a warp of its own.
+
+    In turn too, but for wide heads: 64 KB of dQ left d256 one slot a ring (S8k, full and causal,
+    305 and 292 of plain's 425 and 420 TFLOP/s).
+    """
+    in_turn = plan.deterministic and not plan.config.wide
+    return plan.gradients[0] and (in_turn or plan.config.bulk)
 
 
 def rings(plan: Plan) -> tuple[RingSpec, ...]:
     """What the warps of the kernel's tables ``load`` and ``math`` wait for about dQ."""
-    slots, fills = plan.config.dq_slots, 4 * plan.config.consumers
-    dq = RingSpec("dq", slots, 0, "math", "load", "until read", fills=fills, empties=1)
-    turn = RingSpec("turn", 2, 0, "load", "load", "the sums are this tile's to add to", empties=1)
-    return (dq,) * in_bulk(plan) + (turn,) * plan.in_turn
+    bulk, fills = in_bulk(plan), 4 * plan.config.consumers
+    slots, why = (plan.config.dq_slots, "until read") if bulk else (2, "added, or under way")
+    dq = RingSpec("dq", slots, 0, "math", "load", why, fills=fills, empties=1)
+    adds, empties = ("load", 1) if bulk else ("math", fills)
+    why = "the sums are this tile's to add to"
+    turn = RingSpec("turn", 2, 0, "load", adds, why, empties=empties)
+    return (dq,) * (bulk or plan.in_turn) + (turn,) * plan.in_turn
 
 
 def counters(x: Any, place: Place) -> cute.Pointer:

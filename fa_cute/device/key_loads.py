@@ -27,7 +27,7 @@ class KeyLoads:
     def load(self, x: Any, rings, buffers: Buffers):
         for operand in (x.k, x.v, x.q, x.do):
             cpasync.prefetch_descriptor(operand.atom)
-        tile, place = self.walk.first(x)
+        tile, place = self.walk.first(x, buffers)
         while tile < x.tiles.count:
             with rings.k.fill() as k:
                 loader(x.k, buffers.k, place.head, place.batch, Reuse.ONCE)(place.block, k)
@@ -55,7 +55,7 @@ class KeyLoads:
                         load_delta(block, do)
             asked = ask(x.counter)
             with rings.next.fill():
-                tile = draw(x.tiles, x.counter, asked, buffers.next)
+                tile = draw(x.tiles, x.counter, asked, buffers.next, every=self.plan.in_turn)
                 if const_expr(self.walk.sorted):
                     # A tile past the last has no place: memcheck saw the order read past its end.
                     if tile < x.tiles.count:

@@ -14,6 +14,7 @@ from cutlass import Int32
 
 from fa_cute.device.fragment import Fragment
 from fa_cute.device.mma_sm90 import ROWS
+from fa_cute.device.products import Buffers
 from fa_cute.device.scheduler import Place, Tiles
 from fa_cute.device.visits import KeyRangeVisits, ListVisits, SpanVisits, Visit, ranges_at
 from fa_cute.plan import BwdIo, Plan
@@ -73,7 +74,8 @@ class KeyWalk:
         batch, seqlen_k, heads = (io.k.shape[i] for i in range(3))
         # In turn all tiles of a head begin at one block, the n-th waits n turns: with more heads
         # side by side less. Of 16 and 64 MB, d128 S8k causal 517 and 564 TFLOP/s, full 590 and 605.
-        room = self.plan.rows_together(4 if self.plan.in_turn else 1)
+        spread = 8 if self.config.wide else 4
+        room = self.plan.rows_together(spread if self.plan.in_turn else 1)
         section = Int32(heads_together(io.q.shape[1], room, ARITHMETIC))
         if self.sorted:
             # A few tiles may be far longer than the rest: those of all heads come first.
@@ -89,9 +91,9 @@ class KeyWalk:
         # Under causal, and as far as is known under a mask, most queries see the first keys.
         return place._replace(block=x.tiles.blocks - 1 - place.block) if self.cut else place
 
-    def first(self, x: Any) -> tuple[Int32, Place]:
-        """The number and the place of the CTA's first tile."""
-        number = Int32(cute.arch.block_idx()[0])
+    def first(self, x: Any, buffers: Buffers) -> tuple[Int32, Place]:
+        """The number and the place of the CTA's first tile; in turn, the one drawn for it."""
+        number = buffers.first[0] if self.plan.in_turn else Int32(cute.arch.block_idx()[0])
         return number, self.place(x, number)
 
     def spans(self, x: Any, place: Place) -> QSpans:

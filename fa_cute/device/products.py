@@ -26,6 +26,7 @@ class Buffers(NamedTuple):
     ``dq``: (4, threads, vectors, consumers, ·) fp32, in the order of its sums, or None.
     ``scratch``: 32-bit words of the mods' diagonals, one part a consumer warpgroup, or None.
     ``notes``: the visits' words (stages,), or None. ``next``: a header (words,).
+    ``first``: the tile that the CTA begins with (1,), where it is drawn.
     """
 
     k: cute.Tensor
@@ -40,6 +41,7 @@ class Buffers(NamedTuple):
     scratch: Any = None
     notes: cute.Tensor | None = None
     next: cute.Tensor | None = None
+    first: cute.Tensor | None = None
 
 
 class Mmas(NamedTuple):

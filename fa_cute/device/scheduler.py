@@ -9,6 +9,10 @@ busy for 1.00 to 1.24 million cycles). The draw that finds the last number reset
 ``count`` tiles and ``n`` CTAs there are ``count - n`` draws that give a tile and ``n`` that give
 none, so the last of all returns ``count - 1``.
 
+Where tiles wait for those of lower numbers (a deterministic backward) CTAs draw the tile that they
+begin with, too, for they need not begin in the order of theirs: the last of all draws returns
+``count + n - 1``.
+
 The numbering decides what runs beside what:
 
 * ``section`` heads form a section whose K and V stay in L2 together; sections follow each other. A
@@ -98,18 +102,21 @@ def ask(counter: cute.Tensor) -> Int32:
     return asked
 
 
-def draw(tiles: Tiles, counter: cute.Tensor, asked: Int32, header: cute.Tensor) -> Int32:
+def draw(
+    tiles: Tiles, counter: cute.Tensor, asked: Int32, header: cute.Tensor, *, every: bool = False
+) -> Int32:
     """The next tile of this CTA, ``>= count`` when none is left: for all lanes of the warp.
 
     ``asked``: what ``ask`` gave, which is waited for here. Lane 0 writes the tile for the consumers
-    into the first word of the ``header``.
+    into the first word of the ``header``. ``every``: CTAs draw the tiles that they begin with, too.
     """
     ctas = cute.arch.grid_dim()[0]
+    draws, given = (tiles.count + ctas, 0) if every else (tiles.count, ctas)
     with emit.where(cute.arch.lane_idx() == 0):
-        with emit.where(asked == tiles.count - 1):
+        with emit.where(asked == draws - 1):
             counter[0] = 0
-        header[0] = asked + ctas
-    return cute.arch.shuffle_sync(asked, 0) + ctas
+        header[0] = asked + given
+    return cute.arch.shuffle_sync(asked, 0) + given
 
 
 def told(header: cute.Tensor) -> tuple[Int32, Place]:

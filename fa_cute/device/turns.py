@@ -1,8 +1,9 @@
 """Turns between CTAs: a counter in global memory says whose it is.
 
-Who has waited may read what was written before the turn was given, and add to it. One lane does
+Who has waited may read what was written before the turn was given, and add to it. One warp does
 both, for all of its CTA: the CTA's own barriers hand on what it has seen, and show it what others
-have written.
+have written. Who is waited for must have begun, so CTAs draw all of their tiles
+(``device/scheduler.py``).
 """
 
 from __future__ import annotations
@@ -13,11 +14,15 @@ from cutlass import Int32
 
 @cute.jit
 def wait(counter: cute.Pointer, turn: Int32):
-    """Wait until ``counter`` is ``turn``; a warp calls it, and lane 0 has waited."""
-    if cute.arch.lane_idx() == 0:
+    """Wait until ``counter`` is ``turn``; all lanes of a warp call it, and leave it together.
+
+    Were lane 0 to wait alone, nothing would keep the others beside it: on an H200 the 31 were seen
+    a tile behind, at a phase of the ring that had come round, and calls did not end.
+    """
+    waiting = True
+    while waiting:
         seen = Int32(cute.arch.load(counter, Int32, sem="acquire", scope="gpu"))
-        while seen != turn:
-            seen = Int32(cute.arch.load(counter, Int32, sem="acquire", scope="gpu"))
+        waiting = cute.arch.vote_any_sync(seen != turn)
 
 
 @cute.jit

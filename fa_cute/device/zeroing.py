@@ -18,6 +18,7 @@ from cutlass._mlir.dialects import llvm
 
 from fa_cute.device import turns, vectors
 from fa_cute.device.key_walk import KeyWalk
+from fa_cute.device.products import Buffers
 from fa_cute.device.scheduler import Place, told
 from fa_cute.plan import Plan
 
@@ -32,15 +33,15 @@ class Zeroing:
         self.plan, self.config, self.walk = plan, plan.config, walk
 
     @cute.jit
-    def zero(self, x: Any, rings, header: cute.Tensor):
+    def zero(self, x: Any, rings, buffers: Buffers):
         """Zero what is behind each tile."""
-        tile, place = self.walk.first(x)
+        tile, place = self.walk.first(x, buffers)
         while tile < x.tiles.count:
             row = place.batch * x.tiles.heads + place.head + x.tiles.section
             if (row >= zeroed_before(x)) & (row < x.tiles.rows):
                 self._part(x, place._replace(head=row % x.tiles.heads, batch=row // x.tiles.heads))
             with rings.next.drain():
-                tile, place = told(header)
+                tile, place = told(buffers.next)
 
     @cute.jit
     def _part(self, x: Any, place: Place):
@@ -61,7 +62,6 @@ class Zeroing:
         """Wait until the sums of the head at ``place`` are zeroed: for all lanes of a warp."""
         if place.batch * x.tiles.heads + place.head >= zeroed_before(x):
             turns.wait(counter(x, place), x.tiles.blocks)
-        cute.arch.sync_warp()
 
 
 def zeroed_before(x: Any) -> Int32:

@@ -42,12 +42,6 @@ if TYPE_CHECKING:
     from fa_cute.mods.graph import Graph
 
 
-# CTAs of a deterministic backward: one a tile. CTAs begin in the order of their numbers, and tiles
-# wait for lower ones alone. Of 132 that draw tiles each begins with one, and where other work held
-# SMs calls of 1,024 tiles did not end in 90 s: the others may wait for one that cannot begin.
-EVERY_TILE = 2**31 - 1
-
-
 class Saved(NamedTuple):
     """What the forward read and gave: q, k, v, out ``(B, S, H, ·)``, lse ``(B, Hq, Sq)``."""
 
@@ -227,8 +221,6 @@ def backward(
     _launch(preprocess, before, launch)
     if any(needs):
         main, later = compiled(plans.main), zeroed if plans.main.zeroes else None
-        if plans.main.in_turn:
-            launch = launch._replace(sm_count=EVERY_TILE)
         main(BwdIo(q, k, v, dout, shift, delta, sums, dk, dv, turns, later), extra, launch)
     dq = None
     if needs.dq:

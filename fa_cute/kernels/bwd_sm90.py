@@ -35,11 +35,12 @@ room (wide) or this is faster (d64). Query heads of a key head follow each other
 and dV are sums in registers.
 
 Deterministic: a block of queries counts the tiles of keys that have added to it; each waits for
-those of lower keys. It has a CTA a tile (``host/backward.py``), which begin in the order of the
-tiles: whoever is waited for runs or is done, and none waits for ever.
+those of lower keys, all of lower numbers. CTAs draw the tiles that they begin with, too, so of the
+tiles drawn and not done the lowest waits for none, and its CTA is at no other: it goes on, in
+whatever order CTAs begin, and however few of them run (``tests/test_tickets.py``).
 Blocks are visited from the last to the first, so that under a causal bound tile n is at each block
-one step, not two, behind tile n - 1. One warp waits for turns, up to two blocks ahead, the one that
-adds gives them on when the L2 has the block: their round trips pass beside the consumers' work.
+one step, not two, behind tile n - 1. One warp waits for turns, up to two blocks ahead, another
+gives them on when the L2 has the block: their round trips pass beside the consumers' work.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ from fa_cute.device.key_walk import KeyWalk, OwnSpans, edge_of
 from fa_cute.device.modifiers import Mods
 from fa_cute.device.operand import TmaOperand, tma_operand
 from fa_cute.device.products import Buffers, Fragments, Mmas, Products
-from fa_cute.device.scheduler import HEADER, Place, Tiles, told
+from fa_cute.device.scheduler import HEADER, Place, Tiles, ask, draw, told
 from fa_cute.device.topology import WARPGROUP, RingSpec, Role, Topology
 from fa_cute.device.visits import Visit
 from fa_cute.mods.derived import reads_scores
@@ -240,15 +241,17 @@ class BwdSm90(KeyLoads):
         storage, buffers = self.allocate(x)
         if warp == 0:
             self.topology.initialise(storage)
+            if const_expr(self.plan.in_turn):
+                draw(x.tiles, x.counter, ask(x.counter), buffers.first, every=True)
         cute.arch.sync_threads()
         if warp < 4:
             cute.arch.setmaxregister_decrease(self.topology.role("load").registers)
             if warp == 0:
                 filled = dict.fromkeys((*LOADED, "next"), "producer")
                 self.load(x, self.topology.rings_from(storage, **filled), buffers)
-            if const_expr(self.bulk):
+            if const_expr(self.sums.handed):
                 if warp == 1:
-                    read = ("next", "dq", "turn")[: 2 + self.plan.in_turn]
+                    read = ("next", "dq", "turn")[: 2 + (self.bulk and self.plan.in_turn)]
                     sides = dict.fromkeys(read, "consumer")
                     self.sums.add(x, self.topology.rings_from(storage, **sides), buffers)
             if const_expr(self.plan.in_turn):
@@ -258,7 +261,7 @@ class BwdSm90(KeyLoads):
             if const_expr(self.plan.zeroes):
                 if warp == 3:
                     rings = self.topology.rings_from(storage, next="consumer")
-                    self.zeroing.zero(x, rings, buffers.next)
+                    self.zeroing.zero(x, rings, buffers)
         else:
             cute.arch.setmaxregister_increase(self.topology.role("math").registers)
             self.math(x, self.rings_of_math(storage), buffers)
@@ -266,8 +269,10 @@ class BwdSm90(KeyLoads):
     def rings_of_math(self, storage: Any) -> Any:
         """The rings of the consumers; of dQ they are the producers."""
         sides = dict.fromkeys((*LOADED, "next"), "consumer")
-        if self.bulk:
+        if self.sums.handed:
             sides["dq"] = "producer"
+        if self.plan.in_turn and not self.bulk:
+            sides["turn"] = "consumer"
         return self.topology.rings_from(storage, **sides)
 
     def allocate(self, x: Operands) -> tuple[Any, Buffers]:
@@ -287,7 +292,9 @@ class BwdSm90(KeyLoads):
         if words:
             sizes["scratch"] = (Int32, words * c.consumers)
         sizes["next"] = (Int32, len(HEADER))
-        words_alone = ("shift", "delta", "notes", "next")
+        if self.plan.in_turn:
+            sizes["first"] = (Int32, 1)
+        words_alone = ("shift", "delta", "notes", "next", "first")
         storage = cutlass.memory.SmemAllocator().allocate(self.topology.storage(sizes, words_alone))
         tiles = [
             getattr(storage, name).get_tensor(layout.outer, swizzle=layout.inner)
@@ -300,7 +307,8 @@ class BwdSm90(KeyLoads):
         notes = storage.notes.get_tensor(cute.make_layout(c.stages)) if self.walk.noted else None
         header = storage.next.get_tensor(cute.make_layout(len(HEADER)))
         p = tiles[5] if c.wide else None
-        return storage, Buffers(*tiles[:5], *rows, p, dq, scratch, notes, next=header)
+        first = storage.first.get_tensor(cute.make_layout(1)) if self.plan.in_turn else None
+        return storage, Buffers(*tiles[:5], *rows, p, dq, scratch, notes, header, first)
 
     @cute.jit
     def math(self, x: Operands, rings, buffers: Buffers):
@@ -308,7 +316,7 @@ class BwdSm90(KeyLoads):
         group = cute.arch.make_warp_uniform(cute.arch.warp_idx()) // 4 - 1
         mods = self.modifiers(x, buffers, group)
         c = Float32((mods.score.gain if mods.score else x.scale) * softmax.LOG2_E)
-        tile, place = self.walk.first(x)
+        tile, place = self.walk.first(x, buffers)
         while tile < x.tiles.count:
             work, first_key = self.work(place, group, thread)
             spans = self.walk.spans(x, place)
@@ -566,7 +574,11 @@ class BwdSm90(KeyLoads):
                 self.sums.hand_on(body.buffers.dq[(*[None] * 4, slot.index)], body.work, dq)
             return
         sums = body.x.io.sums[body.work.place.batch, body.head, 0, None]
-        self.sums.add_own(sums, body.work, dq, block)
+        if not self.sums.handed:
+            self.sums.add_own(sums, body.work, dq, block)
+            return
+        with rings.turn.drain(), rings.dq.fill():
+            self.sums.add_own(sums, body.work, dq, block)
 
     def store(self, x: Operands, work: Work, f: Fragments) -> None:
         """Round dK, times the scale, and dV, and write them; keys past the last are not written."""

@@ -84,9 +84,10 @@ def test_what_sees_nothing_has_no_gradient(listed: bool) -> None:
         assert error <= 2**-6 * b.float().abs().max()
 
 
+@pytest.mark.parametrize("dim", [128, 256])
 @pytest.mark.parametrize("kind", ["ranges", "lists", "causal"])
-def test_turns_of_more_tiles_than_fit(kind: str) -> None:
-    """1,024 tiles of keys, in turns: each waits for some that run or have run."""
+def test_turns_of_more_tiles_than_fit(kind: str, dim: int) -> None:
+    """1,024 tiles of keys, 2,048 at 256, in turns: each waits for some that run or have run."""
     length, heads = 8192, 8
     document = (torch.arange(length, device="cuda") // 1500)[None]
 
@@ -101,7 +102,7 @@ def test_turns_of_more_tiles_than_fit(kind: str) -> None:
         options["mask_mod"] = band
     elif kind == "lists":
         options["mask_mod"] = fa_cute.plan_mask(documents, None, None, length, length)
-    x = Inputs(*torch.randn(3, 2, length, heads, 128, device="cuda", dtype=torch.bfloat16))
+    x = Inputs(*torch.randn(3, 2, length, heads, dim, device="cuda", dtype=torch.bfloat16))
     dout = torch.randn_like(x.q)
     first = _gradients(x, dout, deterministic=True, **options)
     for _ in range(5):
