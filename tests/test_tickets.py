@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import itertools
 import random
+import re
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from fa_cute.configuration import Configuration
+from fa_cute.host import compile as compiling
+from fa_cute.host.backward import plans_of
 from fa_cute.spans import Bounds, q_spans
 
 pytestmark = pytest.mark.compile
@@ -136,3 +141,16 @@ def test_turns_of_tiles_by_the_number_of_a_cta_do_not() -> None:
     turns = turns_of(Bounds(1000, 1000), heads=3)
     assert not all(ends(turns, 16, 3, seed=seed, every=False) for seed in range(5))
     assert ends(turns, 16, 16, seed=0, every=False)
+
+
+@pytest.mark.parametrize("head_dim", [128, 256])
+def test_a_warp_waits_for_its_turn_as_one(head_dim: int, tmp_path: Path) -> None:
+    """A lane that waits alone may leave the others behind: the loop ends by a vote of all."""
+    forward = Configuration(head_dim=head_dim, dtype="bfloat16", target="sm_90a").plan()[0]
+    main = plans_of(forward, deterministic=True, lse_gradient=False).main
+    lines = compiling.listing(main, tmp_path).ptx.split("\n")
+    looks = [at for at, line in enumerate(lines) if "ld.acquire.gpu" in line]
+    assert looks
+    for at in looks:
+        ends = next(n for n in range(at, len(lines)) if re.search(r"\bbra\b", lines[n]))
+        assert any("vote.sync.any" in line for line in lines[at:ends])
