@@ -206,10 +206,11 @@ class Plan:
         Q, dO and dQ's sums of these are 16 MB: d128 S1k causal, 325 TFLOP/s by Q and dO alone (64
         heads), 354 with dQ in 32 MB (32 heads), 366 so (16); S8k 615, 610, 610. Query heads of a
         key head follow each other, so that one of them counts: 4 of them, S8k causal, 604 so, 554
-        by all, which left 64 tiles a section; not tried in turn. ``spread``: so many times as much.
+        by all, which left 64 tiles a section; d256 in turn 338 with 4 key heads, 288 with 2; of
+        narrow heads not tried in turn. ``spread``: so many times as much.
         """
         row_bytes = 2 * (self.head_dim + self.head_dim_v) + 4 * self.width
-        heads = self.gqa_ratio if self.deterministic else 1
+        heads = self.gqa_ratio if self.deterministic and not self.config.wide else 1
         return spread * BACKWARD_BYTES // (row_bytes * heads)
 
     @property

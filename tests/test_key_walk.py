@@ -112,3 +112,25 @@ def kept(bounds: Bounds, first_row: int, first_key: int) -> int:
         begin, end = visible(bounds, q, q + 1)
         total += max(0, min(end, first_key + 64) - max(begin, first_key))
     return total
+
+
+@pytest.mark.parametrize(
+    ("sides", "head_dim", "heads"),
+    [
+        ((None, None), 256, (8, 4, 4, 4)),
+        ((None, 0), 256, (16, 16, 16, 8)),
+        ((1024, 0), 256, (16, 16, 8, 4)),
+        ((None, 0), 128, (64, 16, 8, 4)),
+        ((None, None), 128, (64, 16, 8, 4)),
+    ],
+    ids=str,
+)
+def test_heads_side_by_side(
+    sides: tuple[int | None, int | None], head_dim: int, heads: tuple[int, ...], on_ints: Any
+) -> None:
+    """Of 1, 4, 8 and 16 thousand queries."""
+    from fa_cute.device.mma_sm90 import fragment
+
+    plan = deterministic(sides, head_dim)
+    walk = on_ints(plan, fragment(plan.config.own_queries, transposed=True))
+    assert tuple(walk.section(rows) for rows in (1024, 4096, 8192, 16384)) == heads

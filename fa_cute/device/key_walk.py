@@ -62,7 +62,8 @@ class KeyWalk:
         self.cut = plan.causal or any(plan.window) or plan.deterministic or self.noted
         self.two_edges = plan.window[0] or self.modified
         # Beside a mod it took registers: a learned slope spilled 76 bytes for 64. Under a window,
-        # and in turn, calls of more tiles than SMs did not end (why is not known).
+        # and in turn, it was tried while lanes waited for turns apart (``turns.wait``), and calls
+        # did not end; not timed since.
         alone = (plan.causal or plan.window[1]) and not (plan.window[0] or plan.in_turn)
         smaller = self.config.tile_q < self.config.tile_kv
         self.parted = bool(alone and smaller and not self.modified)
@@ -72,15 +73,32 @@ class KeyWalk:
     def number(self, io: BwdIo) -> Tiles:
         """The numbering of tiles."""
         batch, seqlen_k, heads = (io.k.shape[i] for i in range(3))
-        # In turn all tiles of a head begin at one block, the n-th waits n turns: with more heads
-        # side by side less. Of 16 and 64 MB, d128 S8k causal 517 and 564 TFLOP/s, full 590 and 605.
-        spread = 8 if self.config.wide else 4
-        room = self.plan.rows_together(spread if self.plan.in_turn else 1)
-        section = Int32(heads_together(io.q.shape[1], room, ARITHMETIC))
+        section = self.section(io.q.shape[1])
         if self.sorted:
             # A few tiles may be far longer than the rest: those of all heads come first.
             section = heads * batch
         return Tiles.of(cute.ceil_div(seqlen_k, self.config.tile_kv), heads, batch, section)
+
+    def section(self, rows: Int32) -> Int32:
+        """Heads side by side, each of so many ``rows`` of queries.
+
+        In turn all tiles of a head begin at one block, and the n-th waits n turns: with more heads
+        side by side less, but their sums leave the L2. Of 16 and 64 MB, d128 S8k causal 517 and 564
+        TFLOP/s, full 590 and 605. Of d256, added to from registers, S8k full 4 and 8 heads 408 and
+        369, causal 8 and 16 378 and 385, in a window 324 and 272; S16k causal 4 and 8 389 and 404;
+        S4k full 16 and 32 265 and 211, causal 358 and 248.
+        """
+        if not (self.plan.in_turn and self.config.wide):
+            return self._together(rows, 4 if self.plan.in_turn else 1)
+        if self.plan.window[0] or self.noted:
+            return cutlass.min(self._together(rows, 8), 16)
+        if self.plan.causal or self.plan.window[1]:
+            return cutlass.min(self._together(rows, 16), 16)
+        return cutlass.max(self._together(rows, 1), 4)
+
+    def _together(self, rows: Int32, spread: int) -> Int32:
+        """Heads that fit into ``spread`` times 16 MB."""
+        return Int32(heads_together(rows, self.plan.rows_together(spread), ARITHMETIC))
 
     def place(self, x: Any, number: Int32) -> Place:
         """The place of tile ``number``: by key head. Where tiles differ, the longest come first."""
