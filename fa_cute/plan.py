@@ -64,8 +64,8 @@ class BwdConfig:
     ring and of dS; registers a thread, as in ``FwdConfig``. Each of the ``consumers`` warpgroups
     has 64 keys of its own, or, ``wide``, all have the same 64: they part the queries of S and the
     columns of dK and dV, so that head dims whose dK and dV pass the registers of one fit. ``bulk``:
-    dQ is added from shared memory, as a deterministic one always is, else from registers; from
-    ``dq_slots``, of which the kernel takes fewer where memory has no room.
+    dQ is added from shared memory, as a deterministic one is unless ``wide``, else from registers;
+    from ``dq_slots``, of which the kernel takes fewer where memory has no room.
     """
 
     tile_q: int
