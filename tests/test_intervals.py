@@ -9,6 +9,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+import fa_cute
 from fa_cute.mods import bounds as rules
 from fa_cute.mods.congruence import ANY, Congruence, congruences, never_equal
 from fa_cute.mods.emit_torch import emit
@@ -90,6 +91,33 @@ def test_every_value_of_a_score_mod_lies_in_its_bounds(expression: Expression, b
     size = [last - first + 1 for first, last in box]
     score = 3 * torch.randn(size, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     check(traced, box, Extents(B, H, Q, KV), score)
+
+
+@pytest.mark.parametrize("key", [0, 3], ids=["one number", "a range"])
+def test_a_row_that_floats_choose(key: int) -> None:
+    """It is a number a tile, known to its rounding only: it was taken to be the lower one."""
+    table = torch.arange(10.0).view(2, 5)
+
+    def score_mod(score, b, h, q, kv):
+        level = torch.sigmoid(h + 3.0)
+        row = (level <= level).int()  # 1, though bounds of the level do not say so
+        return table[row, torch.minimum(kv, torch.tensor(4)) if key else h]
+
+    traced = trace_score_mod(score_mod)
+    check(traced, ((0, 0), (1, 1), (0, 0), (0, key)), Extents(1, 2, 5, 5), torch.zeros(1, 1, 1, 1))
+
+
+def test_a_mask_whose_row_floats_choose() -> None:
+    """Planned, no tile that shows something is told to be empty: they all were."""
+    table = torch.zeros(2, 256, dtype=torch.bool)
+    table[1, 128:] = True
+
+    def mask_mod(b, h, q, kv):
+        level = torch.sigmoid(h + 3.0)
+        return table[(level <= level).int(), kv]
+
+    blocks = fa_cute.plan_mask(mask_mod, 1, 1, 256, 256, tile=(128, 128), device="cpu")
+    assert blocks.kinds().tolist() == [[[[EMPTY, PARTIAL], [EMPTY, PARTIAL]]]]
 
 
 S = 3000

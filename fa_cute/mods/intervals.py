@@ -13,6 +13,8 @@ hardware approximates get a wide margin. Scores are taken as any finite number.
 
 from __future__ import annotations
 
+import functools
+import itertools
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -35,7 +37,7 @@ from fa_cute.mods.bounds import (
 from fa_cute.mods.congruence import ANY, Congruence, congruences
 from fa_cute.mods.emit_torch import emit
 from fa_cute.mods.graph import Graph, Node
-from fa_cute.mods.summaries import Summary, readable, window
+from fa_cute.mods.summaries import Summary, limits, readable, window
 from fa_cute.mods.trace import Traced
 
 EMPTY, PARTIAL, FULL = 0, 1, 2
@@ -174,22 +176,43 @@ class Analysis:
         if not source.numel() or source.is_meta:
             return top(node.type, self.device)
         sides = [inside(index, size) for index, size in zip(indices, source.shape, strict=True)]
-        first, last = [side.lo for side in sides], [side.hi for side in sides]
         ranged = _ranged(node, self.graph.dependence())
-        if not ranged:
-            value = readable(source[tuple(first)])
-            least, greatest = value, value
-        elif len(ranged) == 1:
-            dim = ranged[0]
-            others = first[:dim] + first[dim + 1 :]
-            least, greatest = self.summaries[node.attr, dim].over(others, first[dim], last[dim])
-        else:
+        if len(ranged) > 1:
+            first, last = [side.lo for side in sides], [side.hi for side in sides]
             least, greatest = window(source, first, last)
+        else:
+            least, greatest = self._over(node.attr, ranged, sides)
         if node.type == "bool":
             return Interval(least != 0, greatest != 0)
         if node.type == "int32":
             return Interval(least.long(), greatest.long())
         return measured(least, greatest)
+
+    def _over(self, slot: int, ranged: list[int], sides: list[Interval]) -> tuple[Tensor, Tensor]:
+        """Bounds of a load where at most one index is ``ranged`` and the others are numbers.
+
+        A number that floats have had a part in is known to their rounding: it may be either of two
+        neighbours. Of what is known less, the bounds are its dtype's.
+        """
+        source, found = self.captured[slot], []
+        numbers = [side for dim, side in enumerate(sides) if dim not in ranged]
+        ends = [side[:1] if side.lo is side.hi else side[:2] for side in numbers]
+        for at in itertools.product(*ends):
+            if ranged:
+                side = sides[ranged[0]]
+                found.append(self.summaries[slot, ranged[0]].over(at, side.lo, side.hi))
+            else:
+                found.append((readable(source[at]),) * 2)
+        lows, highs = zip(*found, strict=True)
+        least, greatest = (
+            functools.reduce(torch.minimum, lows),
+            functools.reduce(torch.maximum, highs),
+        )
+        near = [side.hi - side.lo <= 1 for side in numbers if side.lo is not side.hi]
+        if near:
+            known, (low, high) = functools.reduce(torch.logical_and, near), limits(source.dtype)
+            least, greatest = torch.where(known, least, low), torch.where(known, greatest, high)
+        return least, greatest
 
 
 def region(
