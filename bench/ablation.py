@@ -17,6 +17,7 @@ from bench import sweep
 from bench.cases import HIDDEN, INPUTS, TOKENS, Case
 from bench.device import Meter, facts
 from bench.results import Report
+from bench.selection import seconds
 from bench.timing import Effort, Stopwatch
 
 FULL, CUT, MODDED = "128x176x2x1:24/240:n", "128x128x2x2:24/240:n", "128x128x2x2:24/240:t"
@@ -85,7 +86,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="bench.ablation", description=__doc__.split("\n")[0])
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--batch-ms", type=float, default=6.0)
-    parser.add_argument("--rest", type=float, default=0.0, help="idle seconds before a turn")
+    parser.add_argument("--rest", type=seconds, default=0.0, help="idle seconds before a turn")
     parser.add_argument("--share", default="0/1", help="I/N: every N-th line from the I-th on")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--compile-only", action="store_true")

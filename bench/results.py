@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import itertools
 import json
 import sys
 from collections.abc import Sequence
@@ -19,7 +20,7 @@ class Report:
     def __init__(self, kind: str, head: dict[str, Any], path: Path | None = None) -> None:
         now = datetime.datetime.now(datetime.timezone.utc)
         stamp = now.strftime("%Y-%m-%dT%H:%MZ")
-        self.path = path or FOLDER / f"{now:%Y-%m-%d}-{kind}.json"
+        self.path = path or _free(f"{now:%Y-%m-%d}-{kind}")
         self.head = {"kind": kind, "date": stamp, "command": command(sys.argv)} | head
         self.rows: list[dict[str, Any]] = []
 
@@ -27,6 +28,12 @@ class Report:
         """Write the file as it stands: a run that is cut short keeps its rows."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.path.write_text(json.dumps(self.head | {"rows": self.rows}, indent=1) + "\n")
+
+
+def _free(name: str) -> Path:
+    """A file of that name that is not there yet: a result is never written over."""
+    names = itertools.chain([name], (f"{name}-{number}" for number in itertools.count(2)))
+    return next(path for path in (FOLDER / f"{one}.json" for one in names) if not path.exists())
 
 
 def command(argv: Sequence[str]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -87,7 +88,7 @@ def parser(sets: Sets = FORWARD) -> argparse.ArgumentParser:
     how.add_argument("--rounds", type=int, default=5)
     how.add_argument("--batch-ms", type=float, default=15.0, help="device time a round and peer")
     how.add_argument("--energy", type=float, default=0.0, help="seconds a peer, for joules a call")
-    how.add_argument("--rest", type=float, default=0.0, help="idle seconds before each turn")
+    how.add_argument("--rest", type=seconds, default=0.0, help="idle seconds before each turn")
     how.add_argument("--cold", action="store_true", help="flush the L2 before every call")
     how.add_argument("--out", type=Path, help="JSON (default: bench/results/DATE-KIND.json)")
     how.add_argument("--prime", type=int, default=0, help="processes that compile first")
@@ -123,6 +124,13 @@ class _Chosen(argparse.Action):
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: Any = None) -> None:
         setattr(namespace, self.dest, values)
         namespace.chosen = True
+
+
+def seconds(text: str) -> float:
+    """A time of a flag; argparse tells the user of one below 0."""
+    if not 0 <= (value := float(text)) < math.inf:
+        raise argparse.ArgumentTypeError(f"{text} seconds; give 0 or more")
+    return value
 
 
 def _words(text: str) -> list[str]:

@@ -26,6 +26,7 @@ from bench import peers
 from bench.cases import INPUTS, VARIANTS, Case, Inputs, cases
 from bench.device import Meter, facts
 from bench.results import Report, table
+from bench.selection import seconds
 from bench.timing import Candidate, Effort, Stopwatch
 from fa_cute.host import compile as compiling
 from fa_cute.host.compile import compiled
@@ -242,7 +243,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--rows", type=_words, default=[], help="instead of the listed ones")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--batch-ms", type=float, default=10.0)
-    parser.add_argument("--rest", type=float, default=0.0, help="idle seconds before a turn")
+    parser.add_argument("--rest", type=seconds, default=0.0, help="idle seconds before a turn")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--compile-only", action="store_true")
     return parser

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench import backward, compile_time, instructions, masks, peers, plots, turns
+from bench import backward, compile_time, instructions, masks, peers, plots, results, turns
 from bench.attention import summary
 from bench.cases import VARIANTS, Case
 from bench.priming import dealt
@@ -124,6 +124,24 @@ def test_report(tmp_path: Path) -> None:
     assert json.loads(report.path.read_text())["rows"] == rows
     lines = table(["a", "b"], [["x", "1"], ["yy", "22"]]).splitlines()
     assert len({len(line) for line in lines}) == 1
+
+
+def test_no_result_is_written_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A command of the docs, run on its day, had replaced the file that it names."""
+    monkeypatch.setattr(results, "FOLDER", tmp_path)
+    reports = []
+    for _ in range(3):
+        reports.append(Report("spills", {}))
+        reports[-1].save()
+    first, *others = (report.path.stem for report in reports)
+    assert others == [f"{first}-2", f"{first}-3"]
+
+
+@pytest.mark.parametrize("rest", ["-1", "nan", "inf", "soon"])
+def test_a_rest_that_is_none(rest: str, capsys: pytest.CaptureFixture) -> None:
+    with pytest.raises(SystemExit):
+        parser().parse_args([f"--rest={rest}"])
+    assert rest in capsys.readouterr().err
 
 
 def test_a_command_names_no_machine() -> None:

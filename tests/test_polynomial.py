@@ -8,6 +8,7 @@ import pytest
 import torch
 from fa_cute.variants.softcap import softcap
 
+import fa_cute
 from fa_cute.configuration import Configuration
 from fa_cute.device import softmax
 from fa_cute.device.polynomial import (
@@ -64,6 +65,11 @@ def test_pieces_are_spread() -> None:
         (lambda s, b, h, q, kv: s + 0.5 * (kv - q), False, False),
         (lambda s, b, h, q, kv: s * torch.exp2(-(h + 1.0)), False, False),  # once a tile
         (lambda s, b, h, q, kv: torch.clamp(s, -9.0, 9.0), False, False),
+        (lambda s, b, h, q, kv: s / 3.0, False, False),  # a product
+        (lambda s, b, h, q, kv: s / (1.0 + h), False, False),
+        (lambda s, b, h, q, kv: s**2, False, False),
+        (lambda s, b, h, q, kv: s / (1.0 + s.abs()), False, True),
+        (lambda s, b, h, q, kv: s.abs() ** 1.5, False, True),
         (None, False, False),
     ],
 )
@@ -71,3 +77,21 @@ def test_which_kernels(mod: object, return_lse: bool, served: bool) -> None:
     options = {"dtype": "bfloat16", "return_lse": return_lse, "target": "sm_90a"}
     plan, _ = Configuration(head_dim=64, score_mod=mod, **options).plan()
     assert (softmax.How.of(plan).emulated > 0) == served
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("cap", [30.0, 50.0])
+@pytest.mark.parametrize("head_dim", [64, 96])
+def test_no_spills(head_dim: int, cap: float, dtype: str) -> None:
+    """Of the kernels that take them: bounded and not, with a causal bound and sinks."""
+    kernel = fa_cute.compile(
+        head_dim=head_dim,
+        dtype=dtype,
+        causal=True,
+        sinks=True,
+        score_mod=softcap(cap),
+        target="sm_90a",
+    )
+    assert softmax.How.of(kernel.plan).emulated > 0
+    assert kernel.resources.spill_bytes == 0 and kernel.resources.serialised == 0

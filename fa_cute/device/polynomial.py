@@ -4,7 +4,8 @@
     2^f = 1 + f (c1 + f (c2 + f c3))        minimax in relative error, 1.0e-4: bf16 rounds P by 2e-3
     2^n                                     a float made of the bits of n
 
-Eight instructions of the FMA pipes and two of integers a value. ``device/packed.py`` has sm_100's.
+Ten instructions a value (three FADD, three FFMA, one FMUL, two FMNMX, one LEA; two FMNMX more where
+the scores are not bounded). ``device/packed.py`` has sm_100's.
 """
 
 from __future__ import annotations

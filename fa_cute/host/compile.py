@@ -358,9 +358,14 @@ def check_kernel(plan: Plan) -> None:
     """ValueError unless there is a kernel of ``plan``'s direction for its target."""
     if not has_kernel(plan):
         raise ValueError(
-            f"there is no {plan.direction} kernel for {plan.target}; there are "
-            + ", ".join(f"{direction} for {name}" for direction, name in KERNELS)
+            f"there is no {_pass(plan.direction)} kernel for {plan.target}; there are "
+            + ", ".join(dict.fromkeys(f"{_pass(way)} for {name}" for way, name in KERNELS))
         )
+
+
+def _pass(direction: str) -> str:
+    """What a user calls it: the kernels around a backward are a part of it."""
+    return direction.partition("-")[0]
 
 
 def _entry(plan: Plan) -> Any:

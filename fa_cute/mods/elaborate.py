@@ -59,8 +59,8 @@ class Elaboration:
             )
         if kind_of_mod == "mask_mod" and type != "bool":
             raise Untraceable(
-                f"a mask_mod returns {_article(type)}; return a bool, as a comparison gives: "
-                "`value != 0`",
+                f"a mask_mod returns {_article(type)}; return a bool, True where a key counts, as "
+                "a comparison gives: of a mask that is added to scores (0 or -inf), `value == 0`",
                 at,
             )
         if kind_of_mod == "score_mod" and type == "bool":

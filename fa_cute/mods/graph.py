@@ -177,9 +177,20 @@ def cost(node: Node) -> int:
 
 
 def takes_mufu(graph: Graph) -> bool:
-    """Whether each score has a MUFU operation of the mod's, beside its exponential."""
-    placed = zip(graph.nodes, graph.levels(), strict=True)
-    return any(node.op in _MUFU and level == "element" for node, level in placed)
+    """Whether each score has a MUFU operation of the mod's, beside its exponential.
+
+    Not where a power is a product, or a division one by what is computed less often.
+    """
+    nodes, levels = graph.nodes, graph.levels()
+    for node, level in zip(nodes, levels, strict=True):
+        if node.op not in _MUFU or level != "element":
+            continue
+        spared = node.op == "truediv" and levels[node.args[1]] != "element"
+        if node.op == "pow" and nodes[node.args[1]].op == "const":
+            spared = float(nodes[node.args[1]].attr).is_integer()
+        if not spared:
+            return True
+    return False
 
 
 def number_text(value: object) -> str:

@@ -121,10 +121,12 @@ PRESUMED: dict[str, Configuration] = {
     "d96-bf16-keys-window": C(
         96, mods=modifiers.falling_with_keys, window=(True, True), return_lse=False
     ),
-    # A share of their exponentials passes on the FMA pipes.
+    # At d64 and d96 a share of their exponentials passes on the FMA pipes.
     "d128-bf16-capped": C(mods=modifiers.softcap(50.0), approximation=0.03, return_lse=False),
-    "d128-fp16-capped-causal": C(
-        dtype="float16",
+    "d96-bf16-capped": C(96, mods=modifiers.softcap(50.0), approximation=0.03, return_lse=False),
+    "d64-fp16-capped-causal": C(
+        64,
+        "float16",
         causal=True,
         mods=modifiers.softcap(50.0),
         approximation=0.03,

@@ -12,7 +12,7 @@ pytestmark = pytest.mark.gpu
 NAMES = (
     *("d128-bf16-full", "d128-bf16-causal", "d64-fp16-full", "d64-fp16-causal"),
     *("d128-bf16-alibi", "d128-bf16-alibi-turned", "d64-fp16-alibi-turned", "d256-bf16-keys"),
-    *("d128-bf16-capped", "d128-fp16-capped-causal", "d64-bf16-capped-causal"),
+    *("d128-bf16-capped", "d96-bf16-capped", "d64-fp16-capped-causal", "d64-bf16-capped-causal"),
 )
 LENGTHS = ((1, 1), (129, 200), (300, 129), (1000, 1000), (1337, 2049))
 
