@@ -488,7 +488,7 @@ ERRORS = {
     "text": (lambda s, b, h, q, kv: "score", "of type str"),
     "bool score": (lambda s, b, h, q, kv: q >= kv, "float('-inf')"),
     "int mask": (lambda b, h, q, kv: q - kv, "value != 0"),
-    "float mask": (lambda b, h, q, kv: q * 0.5, "a float"),
+    "float mask": (lambda b, h, q, kv: torch.where(q >= kv, 0.0, -math.inf), "`value == 0`"),
     "arity": (lambda score, q, kv: score, "takes (score, q, kv)"),
     "arity of a mask": (lambda b, h, q: q > 0, "mask_mod(b, h, q, kv)"),
 }

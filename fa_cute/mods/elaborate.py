@@ -58,9 +58,12 @@ class Elaboration:
                 f"a vector of {width} elements is returned; reduce it, as x.sum(-1) or x.dot(y)", at
             )
         if kind_of_mod == "mask_mod" and type != "bool":
+            # What is added to scores is 0 where a key counts: `!= 0` would show what it hides.
+            added = "of a mask that is added to scores (0 or -inf) `value == 0`"
+            comparison = added if type == "float32" else "`value != 0`"
             raise Untraceable(
                 f"a mask_mod returns {_article(type)}; return a bool, True where a key counts, as "
-                "a comparison gives: of a mask that is added to scores (0 or -inf), `value == 0`",
+                f"a comparison gives: {comparison}",
                 at,
             )
         if kind_of_mod == "score_mod" and type == "bool":
