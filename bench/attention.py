@@ -24,8 +24,8 @@ from bench.device import Meter, facts, smi
 from bench.plots import PICTURES, draw
 from bench.priming import dealt, prime
 from bench.results import Report, table
-from bench.selection import parser, selection
-from bench.timing import Candidate, Effort, Stopwatch
+from bench.selection import effort, parser, selection
+from bench.timing import Candidate, Stopwatch
 
 # An error of the output that passes, in roundings of its largest element: what rounding P and the
 # output costs, with room; a mod's own arithmetic (tanh.approx is good to 2^-11) needs more.
@@ -56,14 +56,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def run(chosen: list[Case], arguments: argparse.Namespace) -> list[dict[str, Any]]:
     """Measure every case, write the report after each, print the table last; the rows."""
-    effort = Effort(
-        arguments.rounds,
-        arguments.batch_ms,
-        arguments.energy,
-        arguments.cold,
-        rest_s=arguments.rest,
-    )
-    stopwatch = Stopwatch(effort, Meter())
+    stopwatch = Stopwatch(effort(arguments), Meter())
     l2 = "flushed before every call" if arguments.cold else "warm"
     report = Report("attention", facts() | {"inputs": INPUTS, "l2": l2}, arguments.out)
     report.head["cublas_tflops"] = _ceiling(stopwatch)

@@ -25,8 +25,8 @@ from bench.cases import INPUTS, Case, Inputs
 from bench.device import Meter, facts, smi
 from bench.priming import dealt, prime
 from bench.results import Report, table
-from bench.selection import BACKWARD, parser, selection
-from bench.timing import Candidate, Effort, Stopwatch
+from bench.selection import BACKWARD, effort, parser, selection
+from bench.timing import Candidate, Stopwatch
 from fa_cute.host.problem import FEW_KEYS
 
 FACTORS = {"backward": 2.5, "both": 3.5}
@@ -76,15 +76,7 @@ def main(argv: list[str] | None = None) -> int:
         prime("bench.backward", arguments.prime, sys.argv[1:] if argv is None else argv)
     if arguments.compile_only:
         return 0
-    effort = Effort(
-        arguments.rounds,
-        arguments.batch_ms,
-        arguments.energy,
-        arguments.cold,
-        host_calls=5,
-        rest_s=arguments.rest,
-    )
-    stopwatch = Stopwatch(effort, Meter())
+    stopwatch = Stopwatch(effort(arguments, host_calls=5), Meter())
     report = Report("backward", facts() | {"inputs": INPUTS}, arguments.out)
     for case in chosen:
         report.rows += measure(Trained.of(case), arguments.peers, stopwatch)

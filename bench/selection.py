@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from bench.cases import VARIANTS, Case, cases
 from bench.peers import PEERS
+from bench.timing import Effort
 
 PLAIN = "--dims=64,128,256 --lengths=1024,4096,8192,16384 --masks=full,causal"
 MODS = "--dims=128 --masks=full,causal --variants=plain,alibi,softcap,t5"
@@ -90,7 +91,7 @@ def parser(sets: Sets = FORWARD) -> argparse.ArgumentParser:
     how.add_argument("--energy", type=float, default=0.0, help="seconds a peer, for joules a call")
     how.add_argument("--rest", type=seconds, default=0.0, help="idle seconds before each turn")
     how.add_argument("--cold", action="store_true", help="flush the L2 before every call")
-    how.add_argument("--out", type=Path, help="JSON (default: bench/results/DATE-KIND.json)")
+    how.add_argument("--out", type=Path, help="JSON (default: a new bench/results/DATE-KIND.json)")
     how.add_argument("--prime", type=int, default=0, help="processes that compile first")
     how.add_argument("--share", help=argparse.SUPPRESS)
     how.add_argument("--compile-only", action="store_true", help="run nothing: see the docs")
@@ -124,6 +125,12 @@ class _Chosen(argparse.Action):
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: Any = None) -> None:
         setattr(namespace, self.dest, values)
         namespace.chosen = True
+
+
+def effort(arguments: argparse.Namespace, **others: Any) -> Effort:
+    """What the flags of ``parser`` ask for."""
+    a = arguments
+    return Effort(a.rounds, a.batch_ms, a.energy, a.cold, rest_s=a.rest, **others)
 
 
 def seconds(text: str) -> float:
