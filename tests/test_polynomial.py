@@ -11,15 +11,8 @@ from fa_cute.variants.softcap import softcap
 import fa_cute
 from fa_cute.configuration import Configuration
 from fa_cute.device import softmax
-from fa_cute.device.polynomial import (
-    COEFFICIENTS,
-    LARGEST,
-    MANTISSA,
-    ONE,
-    ROUNDER,
-    SMALLEST,
-    chosen,
-)
+from fa_cute.device.packed import MANTISSA, ROUNDER, SMALLEST
+from fa_cute.device.polynomial import COEFFICIENTS, LARGEST, ONE, chosen
 
 
 def emulated(x: torch.Tensor) -> torch.Tensor:
@@ -68,6 +61,7 @@ def test_pieces_are_spread() -> None:
         (lambda s, b, h, q, kv: s / 3.0, False, False),  # a product
         (lambda s, b, h, q, kv: s / (1.0 + h), False, False),
         (lambda s, b, h, q, kv: s**2, False, False),
+        (lambda s, b, h, q, kv: s**-2, False, True),
         (lambda s, b, h, q, kv: s / (1.0 + s.abs()), False, True),
         (lambda s, b, h, q, kv: s.abs() ** 1.5, False, True),
         (None, False, False),

@@ -38,6 +38,10 @@ _SHRINKING = frozenset(("floordiv", "mod", "shr", "minimum"))
 _DEAR = 10  # issue slots of a diagonal value from which shared memory and two barriers are cheaper
 # Nodes of columns in shared memory, 512 bytes each a warpgroup: a bias' boxes leave 2 KiB of it.
 _MOST_COLUMNS = 2
+# Of a lowered graph: what MUFU computes, or begins.
+_MUFU = frozenset(
+    ("exp2", "tanh", "rsqrt", "exp", "log", "sqrt", "sin", "cos", "reciprocal", "truediv", "pow")
+)
 _UNROLLED_POWER = 16  # x ** 16 is four products; beyond, exp2(y log2 x) is as short
 
 
@@ -146,6 +150,13 @@ def lower(graph: Graph) -> Lowered:
         _natural(lowered, indices) for indices in (("q", "kv", "b", "h"), ("b", "h"))
     )
     return Lowered(lowered, gain, _exact(lowered), natural, anywhere)
+
+
+def takes_mufu(graph: Graph) -> bool:
+    """Whether each score has a MUFU operation of the mod's, beside its exponential."""
+    lowered = lower(graph).graph
+    placed = zip(lowered.nodes, lowered.levels(), strict=True)
+    return any(node.op in _MUFU and level == "element" for node, level in placed)
 
 
 def _exact(graph: Graph) -> tuple[bool, ...]:

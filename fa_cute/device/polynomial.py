@@ -16,12 +16,11 @@ from cutlass._mlir.dialects import arith, math
 from cutlass._mlir.extras import types
 
 from fa_cute.device import emit
+from fa_cute.device.packed import MANTISSA, ROUNDER, SMALLEST
 
 Value = Any  # of the compiler's intermediate form: a vector of fp32
-ROUNDER = 12582912.0  # 1.5 * 2^23
-SMALLEST = -127.0  # gives exactly 0: what is hidden has no weight
 LARGEST = 127.0
-MANTISSA, ONE = 23, 0x3F800000
+ONE = 0x3F800000
 COEFFICIENTS = (0.6932829, 0.24221095, 0.05500889)
 
 

@@ -47,6 +47,7 @@ from cutlass._mlir.dialects import math as math_dialect
 from cutlass.cute.nvgpu import warpgroup
 
 from fa_cute.device import emit, polynomial
+from fa_cute.device.lower import takes_mufu
 from fa_cute.device.mma_sm90 import (
     FRAGMENT_ROWS,
     PIECE,
@@ -56,7 +57,6 @@ from fa_cute.device.mma_sm90 import (
     convert,
     rows_and_columns,
 )
-from fa_cute.mods.graph import takes_mufu
 from fa_cute.mods.magnitude import largest
 from fa_cute.plan import Plan
 

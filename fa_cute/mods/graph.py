@@ -45,10 +45,6 @@ _COST = {
     **dict.fromkeys(("pow", "floordiv", "mod"), 16),
     **dict.fromkeys(("load", "erf"), 24),
 }
-# What MUFU computes, or begins.
-_MUFU = frozenset(
-    ("exp2", "tanh", "rsqrt", "exp", "log", "sqrt", "sin", "cos", "sigmoid", "truediv", "pow")
-)
 
 
 @dataclass(frozen=True)
@@ -174,23 +170,6 @@ class Graph:
 def cost(node: Node) -> int:
     """Roughly the instruction slots that the node takes an element: 1 for plain arithmetic."""
     return _COST.get(node.op, 1) * node.width
-
-
-def takes_mufu(graph: Graph) -> bool:
-    """Whether each score has a MUFU operation of the mod's, beside its exponential.
-
-    Not where a power is a product, or a division one by what is computed less often.
-    """
-    nodes, levels = graph.nodes, graph.levels()
-    for node, level in zip(nodes, levels, strict=True):
-        if node.op not in _MUFU or level != "element":
-            continue
-        spared = node.op == "truediv" and levels[node.args[1]] != "element"
-        if node.op == "pow" and nodes[node.args[1]].op == "const":
-            spared = float(nodes[node.args[1]].attr).is_integer()
-        if not spared:
-            return True
-    return False
 
 
 def number_text(value: object) -> str:
