@@ -68,6 +68,13 @@ def test_a_right_ring_passes() -> None:
     assert check(program(), SCENARIOS, 60) > 60
 
 
+def test_a_slot_taken_without_waiting_was_awaited_before() -> None:
+    awaited = Wait("k", "take awaited", 1)
+    assert check(program(take=(Wait("k", "peek", 2), awaited, *TAKE[1:])), SCENARIOS, 60) > 60
+    text = faults(program(take=(awaited, *TAKE[1:])))
+    assert "Wait" in text and "which is not filled" in text
+
+
 def moved(ops: tuple, what: Any, to: int) -> tuple:
     rest = [op for op in ops if op is not what]
     rest.insert(to, what)

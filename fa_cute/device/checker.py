@@ -219,7 +219,7 @@ class _Run:
     def wait(self, warp: _Warp, op: Wait) -> bool:
         table, ring = self.rings[op.ring], (op.ring, warp.value(op.copy))
         peeks = op.side == "peek"
-        side = "take" if peeks else op.side
+        side = "fill" if op.side == "fill" else "take"
         if peeks and not warp.value(op.there):
             warp.slots[op.slot] = None
             return True
@@ -231,6 +231,8 @@ class _Run:
             # A fill of lap n needs n emptyings; a read of lap n needs n + 1 fillings.
             wanted = lap if filling else lap + 1
             if (barrier.completed - wanted + op.flip) % 2:
+                if op.side == "take awaited":
+                    raise self.fault(f"warp {warp.number} passes {_text(op)}, which is not filled")
                 return False
             if barrier.completed != wanted:
                 raise self.fault(

@@ -75,6 +75,7 @@ class Wait(NamedTuple):
     """Take the next slot of a ring, to fill it or (``side`` "take") to read it; name it ``slot``.
 
     "peek" waits for it and does not take it, where it is ``there``: the next tile's first, say.
+    "take awaited" takes it without waiting: it is a fault if it is not filled.
     ``copy``: which of the ring's copies. ``flip``: 1 waits for the other phase (a seeded fault).
     """
 

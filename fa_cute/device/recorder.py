@@ -423,21 +423,22 @@ def _ring_verbs(record: Recorder) -> Iterator[tuple[Any, str, Callable]]:
             commits = any(map(callable, (*args, *options.values())))
             record.add(Arrive(mine.number, "full", commits, not commits))
 
-    def recorded_take(ring: Ring) -> Slot:
+    def recorded_take(ring: Ring, *, awaited: bool = False) -> Slot:
         mine = record.hold(ring)
-        record.add(protocol.Wait(ring.spec.name, "take", mine.number, mine.copy))
-        slot = take(ring)
+        side = "take awaited" if awaited else "take"
+        record.add(protocol.Wait(ring.spec.name, side, mine.number, mine.copy))
+        slot = take(ring, awaited=awaited)
         held[id(slot)] = mine
         kept.append(slot)
         return slot
 
-    def recorded_peek(ring: Ring, there: Any) -> Any:
+    def recorded_peek(ring: Ring, there: Any, filled: Any = None) -> Any:
         mine = record.hold(ring)
         # Before the first loop it is asked of the CTA's first tile, which there is.
         looping = any(owner.name != "scf.if" for owner, _ in record.path())
         where = record.expression(there) if looping else 1
         record.add(protocol.Wait(ring.spec.name, "peek", mine.number, mine.copy, there=where))
-        return peek(ring, there)
+        return peek(ring, there, filled)
 
     def recorded_draw(*args: Any) -> Any:
         tile = drawn(*args)

@@ -33,7 +33,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32
+from cutlass import Boolean, Int32
 from cutlass._mlir import ir
 from cutlass._mlir.dialects.nvvm import MemScopeKind
 
@@ -204,10 +204,11 @@ class Ring:
             _arrive_from_writer(full, self.spec.paired)
         self._advance()
 
-    def take(self) -> Slot:
-        """Consumer: wait for the next slot; it must be released exactly once."""
+    def take(self, *, awaited: bool = False) -> Slot:
+        """Consumer: wait for the next slot, unless it was ``awaited``; release it exactly once."""
         full, empty = self._at(self.barriers[0]), None
-        cute.arch.mbarrier_wait(full, self.phase)
+        if not awaited:
+            cute.arch.mbarrier_wait(full, self.phase)
         by_lanes = self.spec.noted or self.spec.by_lanes or not self.spec.tx_bytes
         if self.spec.freed:
             empty = self._at(self.barriers[1])
@@ -223,9 +224,16 @@ class Ring:
         self._advance()
         return slot
 
-    def await_next(self, there: Any) -> Int32:
-        """Consumer: the next slot's index, after waiting for it (if it is ``there``), not taken."""
-        with emit.where(there):
+    def filled(self) -> Boolean:
+        """Consumer: whether the next slot is filled by now; neither waits for it nor takes it."""
+        return cute.arch.mbarrier_test_wait(self._at(self.barriers[0]), self.phase)
+
+    def await_next(self, there: Any, filled: Any = None) -> Int32:
+        """Consumer: the next slot's index, after waiting for it (if it is ``there``), not taken.
+
+        ``filled``: the answer that was had before, if it was asked for.
+        """
+        with emit.where(there if filled is None else there & ~filled):
             cute.arch.mbarrier_wait(self._at(self.barriers[0]), self.phase)
         return self.index
 
