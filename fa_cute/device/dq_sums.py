@@ -41,10 +41,9 @@ class DqSums:
         return cute.make_layout((vectors.FLOATS, WARPGROUP, count, c.consumers, c.dq_slots))
 
     def hand_on(self, to: cute.Tensor, work: Any, dq: cute.Tensor) -> None:
-        """Write the accumulator to shared memory, where a warp adds it from."""
+        """Write the accumulator to shared memory, where a warp adds it from behind a fence."""
         mine = to[None, work.thread, None, work.warpgroup]
         cute.autovec_copy(cute.make_tensor(dq.iterator, cute.make_layout(mine.shape)), mine)
-        cute.arch.fence_proxy("async.shared", space="cta")
 
     def add_own(self, sums: cute.Tensor, work: Any, dq: cute.Tensor, block: Int32) -> None:
         """Add the accumulator to the block's part of a head's ``sums``."""

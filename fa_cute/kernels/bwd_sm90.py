@@ -45,7 +45,8 @@ gives them on when the L2 has the block: their round trips pass beside the consu
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import contextlib
+import functools
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -57,7 +58,6 @@ from cutlass.cute.nvgpu import warpgroup
 from fa_cute.device import (
     differential,
     dq_sums,
-    emit,
     epilogue,
     gradient,
     mask,
@@ -73,6 +73,7 @@ from fa_cute.device.key_walk import KeyWalk, OwnSpans, edge_of
 from fa_cute.device.modifiers import Mods
 from fa_cute.device.operand import TmaOperand, tma_operand
 from fa_cute.device.products import Buffers, Fragments, Mmas, Products
+from fa_cute.device.row_terms import RowTerms
 from fa_cute.device.scheduler import HEADER, Place, Tiles, ask, draw, told
 from fa_cute.device.topology import WARPGROUP, RingSpec, Role, Topology
 from fa_cute.device.visits import Visit
@@ -82,7 +83,6 @@ from fa_cute.spans import Bounds, QSpans
 
 DTYPES = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16}
 LOADED = ("k", "v", "q", "do")  # the rings that TMA fills
-APART = 2  # pieces of P, where one's shifts are read when the other is there
 DS_READY = 1  # the named barrier of the consumers; 0 is the CTA's own
 
 
@@ -191,17 +191,26 @@ class BwdSm90(KeyLoads):
         # Beside two sums of 64 x 128 no register is left to keep what gradients can compute again:
         # learned slopes spilled 36 bytes. At d64 it is kept: full, 5.63 and 5.86 ms.
         self.again = plan.width > 64 and not self.config.wide
-        self.spaced = self.again and differential.in_turn(plan.score_mod)
-        # S of the next block behind dK: d128, S8k, full 618 to 635 TFLOP/s, causal 586 to 612. Of Q
-        # two slots are held then.
-        modified = plan.score_mod is not None or plan.mask_mod is not None
-        ahead = all(plan.gradients) and not modified and not plan.in_turn
-        self.ahead = ahead and self.config.stages > 1
         many = self.config.own_queries > 64
+        # S of the next block behind dK: d128, S8k, full 618 to 635 TFLOP/s, causal 586 to 612. Of Q
+        # two slots are held then. In turn as well: d64 causal 489 to 511, d128 full 639 to 651,
+        # d256 412 to 436; but there d64 spills 28 bytes under a window, 393 to 385.
+        modified = plan.score_mod is not None or plan.mask_mod is not None
+        spills = plan.in_turn and many and plan.window[0]
+        ahead = all(plan.gradients) and not modified and not spills
+        self.ahead = ahead and self.config.stages > 1
+        # Where threads add to dQ, Q is asked for before: behind the reductions the registers of
+        # their addresses are not free until they are under way, d64 causal 548 to 572 TFLOP/s.
+        self.asked = self.ahead and not self.sums.handed and not self.config.wide
+        # dO awaited with S, and dP at once: d256 full 425 to 451, causal 427 to 439; but d64 590 to
+        # 564, d128 688 to 681.
+        self.both = self.ahead and self.config.wide
         self.early = many or self.ahead or (self.config.wide and plan.score_mod is None)
         # A mod needs registers of its own: a learned T5 table spilled 184 bytes at d128, now none.
         # With S ahead ptxas serialises the products of d128 otherwise.
-        self.tight = plan.score_mod is not None or self.config.own_queries > 64 or self.ahead
+        self.tight = plan.score_mod is not None or many or self.ahead
+        spaced = self.again and differential.in_turn(plan.score_mod)
+        self.terms = RowTerms(self.config, self.tight, spaced)
 
     @cute.jit
     def __call__(self, io: BwdIo, extra: Extra, launch: Launch, stream):
@@ -372,6 +381,8 @@ class BwdSm90(KeyLoads):
 
         Without a left bound the first of them are seen whole.
         """
+        if const_expr(self.walk.parted and self.plan.window[0]):
+            rings = self.pass_by(body, rings, own.own_end, spans.end)
         if const_expr(self.ahead):
             self.open(rings, body, own.own_end > own.own_begin)
             warpgroup.wait_group(0)
@@ -420,7 +431,7 @@ class BwdSm90(KeyLoads):
             limit = mask.limits_of_keys(body.x.bounds, body.work.key, body.work.column)
         for i in cutlass.range(end - begin, unroll=1):
             do_ring = rings.do.beside(rings.q) if const_expr(self.tight) else rings.do
-            q = rings.q.take()
+            q = rings.q.take(awaited=self.both)
             if const_expr(edge is None):
                 visit = Visit.of(body.buffers.notes[q.index])
             else:
@@ -429,7 +440,7 @@ class BwdSm90(KeyLoads):
             s = body.s
             if const_expr(not self.ahead):
                 self.products.s(f, q.index, s)
-            do = do_ring.take()
+            do = do_ring.take(awaited=self.both)
             if const_expr(self.early):
                 dp = self.products.dp(f, do.index)
             first = block * self.config.tile_q + body.work.first_query
@@ -474,24 +485,28 @@ class BwdSm90(KeyLoads):
                 self.products.add_dk(f, q.index)
             warpgroup.wait_group(of_q + of_kv)
             do.release()
+            following = None
+            if const_expr(self.ahead):
+                filled = rings.q.filled() if const_expr(self.asked) else None
+                there = end - 1 - i > body.lowest
+                following = functools.partial(self.open, rings, body, there, filled)
             if const_expr(of_q):
                 warpgroup.wait_group(int(of_kv))
-            if const_expr(of_q):
-                self.put_dq(body, rings, dq, block)
-            if const_expr(self.ahead):
-                # Behind dQ's last use: before it both accumulators pass the registers of d128.
-                self.open(rings, body, end - 1 - i > body.lowest)
+                self.put_dq(body, rings, dq, block, following)
             warpgroup.wait_group(int(self.ahead))
             q.release()
             warpgroup.wait_group(0)
         return rings
 
-    def open(self, rings: Any, body: Sweep, there: Any) -> None:
+    def open(self, rings: Any, body: Sweep, there: Any, filled: Any = None) -> None:
         """Issue S of the next block that the warpgroup sees; does not wait for it.
 
         If it is not ``there``, S of what lies in its slot, for nobody: a branch would be waited in.
+        ``filled``: whether its slot was, when it was asked for.
         """
-        self.products.s(body.f, rings.q.await_next(there), body.s)
+        self.products.s(body.f, rings.q.await_next(there, filled), body.s)
+        if self.both:
+            rings.do.beside(rings.q).await_next(there)
 
     def modify(
         self, body: Sweep, blocks: Mods, s: cute.Tensor, block: Int32, limit: mask.Limits | None
@@ -520,39 +535,13 @@ class BwdSm90(KeyLoads):
     def exponentiate(self, body: Sweep, s: cute.Tensor, slot: Any) -> None:
         """S (2, columns) becomes P in place."""
         made: list[Any] = []
-        shifts = self.by_column(body, body.buffers.shift, slot, made)
+        shifts = self.terms.of(body.buffers.shift, slot.index, body.work.column, made)
         differential.exponentiate(s, body.c, shifts, made)
 
     def differentiate(self, body: Sweep, p: cute.Tensor, dp: cute.Tensor, slot: Any) -> None:
         """dP (2, columns) becomes d score in place: the gradient of the score after its mod."""
-        differential.differentiate(p, dp, self.by_column(body, body.buffers.delta, slot))
-
-    def by_column(
-        self, body: Sweep, rows: cute.Tensor, slot: Any, made: list[Any] | None = None
-    ) -> Iterator[Any]:
-        """The thread's columns of the slot's ``rows`` (tile_q, stages), as each piece needs them.
-
-        In registers; where those are few: in memory, and read where they are used, and no earlier
-        than a number of the piece ``APART`` before is in ``made``, if they are read in turn.
-        """
-        pairs = cute.make_layout((2, self.config.tile_q // 2))
-        all_pairs = cute.make_tensor(rows[None, slot.index].iterator, pairs)
-        first = all_pairs[None, body.work.column // 2].iterator
-        every_fourth = cute.make_layout((2, self.config.own_queries // 8), stride=(1, 8))
-        mine = cute.make_tensor(first, every_fourth)
-        if self.tight:
-            for number in range(self.config.own_queries // 16):
-                late = 0
-                if made is not None and number >= APART and self.spaced:
-                    late = emit.nought_after(made[number - APART])
-                held = cute.make_tensor(mine.iterator + late, mine.layout)
-                four = [held[k, 2 * number + j].ir_value() for j in range(2) for k in range(2)]
-                yield mma_sm90.by_column(emit.gathered(four, 4), 0)
-            return
-        r = cute.make_rmem_tensor(mine.shape, Float32)
-        cute.autovec_copy(mine, r)
-        for eight in mma_sm90.Pieces(r).all():
-            yield from (mma_sm90.by_column(eight, first) for first in (0, 4))
+        deltas = self.terms.of(body.buffers.delta, slot.index, body.work.column)
+        differential.differentiate(p, dp, deltas)
 
     def write(self, body: Sweep, fragment: cute.Tensor, to: cute.Tensor, slot: Any) -> None:
         """Write a rounded S^T-like fragment to the slot's (tile_q, tile_kv)."""
@@ -567,18 +556,31 @@ class BwdSm90(KeyLoads):
         threads = WARPGROUP * self.config.consumers
         cute.arch.barrier(barrier_id=DS_READY, number_of_threads=threads)
 
-    def put_dq(self, body: Sweep, rings, dq: cute.Tensor, block: Int32) -> None:
-        """Add the accumulator to the block's sums, or hand it to the warp that does."""
+    def put_dq(
+        self, body: Sweep, rings: Any, dq: cute.Tensor, block: Int32, following: Any = None
+    ) -> None:
+        """Add the accumulator to the block's sums, or hand it to the warp that does.
+
+        ``following`` issues S of the next block behind dQ's last use: before, d128 had 619 of 682
+        TFLOP/s. Before the fence behind what is handed on, d128 had 631 of 675, but d64 in turn 568
+        and 520 of 556 and 508.
+        """
+        first = self.config.own_queries > 64
         if self.bulk:
             with rings.dq.fill() as slot:
                 self.sums.hand_on(body.buffers.dq[(*[None] * 4, slot.index)], body.work, dq)
-            return
-        sums = body.x.io.sums[body.work.place.batch, body.head, 0, None]
-        if not self.sums.handed:
-            self.sums.add_own(sums, body.work, dq, block)
-            return
-        with rings.turn.drain(), rings.dq.fill():
-            self.sums.add_own(sums, body.work, dq, block)
+                if following is not None and first:
+                    following()
+                cute.arch.fence_proxy("async.shared", space="cta")
+        else:
+            sums = body.x.io.sums[body.work.place.batch, body.head, 0, None]
+            with contextlib.ExitStack() as held:
+                if self.sums.handed:
+                    held.enter_context(rings.turn.drain())
+                    held.enter_context(rings.dq.fill())
+                self.sums.add_own(sums, body.work, dq, block)
+        if following is not None and not (self.bulk and first):
+            following()
 
     def store(self, x: Operands, work: Work, f: Fragments) -> None:
         """Round dK, times the scale, and dV, and write them; keys past the last are not written."""
