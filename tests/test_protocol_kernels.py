@@ -84,6 +84,14 @@ KERNELS: dict[str, Callable[[], Plan]] = {
     "a bias, three consumers, window": lambda: biased(head_dim=64, window=(True, True)),
     "a bias under a mask": lambda: biased(mask_mod=chunked),
     "backward": backward,
+    "backward, 64, causal": lambda: backward(head_dim=64, causal=True, gqa_ratio=2),
+    "backward, 64, causal, deterministic": lambda: backward(
+        head_dim=64, causal=True, deterministic=True
+    ),
+    "backward, window": lambda: backward(window=(True, True)),
+    "backward, window, deterministic": lambda: backward(
+        window=(True, True), gqa_ratio=2, deterministic=True
+    ),
     "backward, causal, deterministic": lambda: backward(
         causal=True, gqa_ratio=2, deterministic=True
     ),
@@ -470,6 +478,16 @@ def test_a_turn_that_the_consumers_keep(ring: str) -> None:
     rings = ring_of(program)
     kept = without(lambda op: isinstance(op, Arrive) and rings[op.slot] == ring)
     assert "deadlock" in found_in(plan, wrong_by(program, kept))
+
+
+def test_a_slot_that_is_taken_as_awaited_and_was_not() -> None:
+    """Wide heads await dO of the next block with its Q, and take both without waiting."""
+    plan = backward(head_dim=256)
+    program, _ = recorded(plan)
+    awaits = without(
+        lambda op: isinstance(op, protocol.Wait) and (op.ring, op.side) == ("do", "peek")
+    )
+    assert "which is not filled" in found_in(plan, wrong_by(program, awaits))
 
 
 def blackwell() -> Plan:
