@@ -62,9 +62,9 @@ def _uuid(properties: Any) -> str:
 
 
 def facts() -> dict[str, Any]:
-    """Device, software and commit, for the head of a result file; without a GPU the run ends."""
+    """Device, software and commit, for the head of a result file; RuntimeError without a GPU."""
     if not torch.cuda.is_available():
-        raise SystemExit("this benchmark runs kernels, and torch sees no CUDA device here")
+        raise RuntimeError("this benchmark runs kernels, and torch sees no CUDA device here")
     return {
         "device": torch.cuda.get_device_name(),
         "multiprocessors": torch.cuda.get_device_properties(0).multi_processor_count,
