@@ -4,7 +4,7 @@ First ``--compile-only`` on any host fills FA_CUTE_CACHE_DIR; then, on the devic
 without it measure every row and FA3 in the same rounds. A row is written
 ``tile_m x tile_n x KV stages x Q stages : producer / consumer registers : t|n`` (turns, none),
 e.g. ``128x176x2x1:24/240:t``; a ``p`` behind it: P has registers of its own (``own_p``), ``e1``:
-one piece of the exponentials is ``emulated``; with
+one piece of the exponentials is ``emulated``; ``q``: ``q_registers``; with
 ``@NAME`` behind it the kernel has that change of ``bench.ablated``. Beside a mod the plain kernel
 takes turns too.
 """
@@ -51,7 +51,7 @@ ROWS = {
     ),
 }
 _changed: dict[tuple[Plan, str], Kernel] = {}
-_ROW = re.compile(r"(\d+)x(\d+)x(\d+)x(\d+):(\d+)/(\d+):([tn])(p?)(?:e(\d))?")
+_ROW = re.compile(r"(\d+)x(\d+)x(\d+)x(\d+):(\d+)/(\d+):([tn])(p?)(?:e(\d))?(q?)")
 
 
 def row(text: str) -> FwdConfig:
@@ -60,6 +60,7 @@ def row(text: str) -> FwdConfig:
     if found is None:
         raise SystemExit(f"{text!r} is no row; write it like 128x176x2x1:24/240:t")
     how = {"ping_pong": found[7] == "t", "own_p": bool(found[8]), "emulated": int(found[9] or 0)}
+    how["q_registers"] = bool(found[10])
     return FwdConfig(*map(int, found.groups()[:6]), **how)
 
 
@@ -201,7 +202,8 @@ def _rows(case: Case, texts: list[str]) -> list[str]:
     registers = f"{c.producer_registers}/{c.consumer_registers}"
     tile = f"{c.tile_m}x{c.tile_n}x{c.kv_stages}x{c.q_stages}"
     emulated = f"e{c.emulated}" if c.emulated else ""
-    return [f"{tile}:{registers}:{'t' if c.ping_pong else 'n'}{'p' * c.own_p}{emulated}"]
+    flags = f"{'p' * c.own_p}{emulated}{'q' * c.q_registers}"
+    return [f"{tile}:{registers}:{'t' if c.ping_pong else 'n'}{flags}"]
 
 
 def _beside(case: Case) -> list[str]:
@@ -216,7 +218,8 @@ def _default(case: Case) -> FwdConfig:
     few, dims = case.seqlen <= FEW_KEYS, (case.head_dim, case.dim_v)
     # No variant of the benchmark hides keys.
     classes = {"light": light, "scored": score_mod is not None, "few_keys": few, "presumed": True}
-    return fwd_sm90(*dims, cut=cut, modified=modified, **classes)
+    left = case.window is not None
+    return fwd_sm90(*dims, cut=cut, modified=modified, left=left, **classes)
 
 
 def _cells(line: dict[str, Any]) -> list[str]:

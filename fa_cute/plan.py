@@ -20,7 +20,7 @@ SHARED_MEMORY_LIMIT = 232448  # 227 KiB, what one CTA of sm_90 may have
 
 @dataclass(frozen=True)
 class FwdConfig:
-    """One row of a forward config table (``host/configs.py``).
+    """One row of a forward config table (``host/rows.py``).
 
     ``tile_m`` query rows a CTA, 64 of them a consumer warpgroup; ``tile_n`` keys a block;
     ``kv_stages`` slots in each of the K and the V ring, ``q_stages`` in Q's; registers a thread as
@@ -30,7 +30,8 @@ class FwdConfig:
     where maxima are presumed, P of a block has registers of its own, so that its exponentials pass
     under the P V of the block before (``softmax.presume``). ``emulated``: of the ``tile_n / 16``
     pieces of a block's exponentials, those that the FMA pipes compute under a mod that takes MUFU
-    itself (``softmax.How``).
+    itself (``softmax.How``). ``q_registers``: Q of a tile is read into registers, so that
+    its slot is the next tile's while this one is at work.
     """
 
     tile_m: int
@@ -44,6 +45,7 @@ class FwdConfig:
     few_keys: bool = False
     own_p: bool = False
     emulated: int = 0
+    q_registers: bool = False
 
     @property
     def consumers(self) -> int:

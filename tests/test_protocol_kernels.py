@@ -49,6 +49,12 @@ def chunked(b: Any, h: Any, q: Any, kv: Any) -> Any:
     return (q // 64) == (kv // 64)
 
 
+def queries_in_registers(**facts: Any) -> Plan:
+    plan = forward(head_dim=192, head_dim_v=128, **facts)
+    assert plan.config.q_registers
+    return plan
+
+
 def documents() -> Plan:
     numbers = torch.empty(2, 256, dtype=torch.int32, device="meta")
     return listed(mask_mod=lambda b, h, q, kv: numbers[b, q] == numbers[b, kv])
@@ -75,6 +81,11 @@ KERNELS: dict[str, Callable[[], Plan]] = {
     "two consumers, P of a block its own, turns": lambda: forward(),
     "two consumers, causal, no turns": lambda: forward(causal=True),
     "three consumers, window": lambda: forward(head_dim=64, window=(True, True)),
+    "Q in registers, causal": lambda: queries_in_registers(causal=True),
+    "Q in registers, lse": lambda: queries_in_registers(return_lse=True),
+    "one slot of Q, window": lambda: forward(head_dim=256, window=(True, True)),
+    "two consumers, causal, lse, no turns": lambda: forward(causal=True, return_lse=True),
+    "two consumers, window, turns": lambda: forward(causal=True, window=(True, False)),
     "ranges of a mask": lambda: forward(mask_mod=chunked),
     "lists of a mask": listed,
     "lists of a mask, columns brought by a warp": documents,
@@ -265,6 +276,14 @@ def test_a_slot_of_the_bias(target: str, change: str) -> None:
 def test_a_slot_of_the_bias_that_no_fence_frees(target: str) -> None:
     """Lanes read a box, and TMA writes the next over it."""
     plan = biased(target=target)
+    program, _ = recorded(plan)
+    wrong = wrong_by(program, without(lambda op: op == Settle("fence")))
+    assert "missing fence: Copy" in found_in(plan, wrong)
+
+
+def test_a_slot_of_queries_that_no_fence_frees() -> None:
+    """Lanes read Q into registers, and TMA writes the next tile's over it."""
+    plan = queries_in_registers(causal=True)
     program, _ = recorded(plan)
     wrong = wrong_by(program, without(lambda op: op == Settle("fence")))
     assert "missing fence: Copy" in found_in(plan, wrong)

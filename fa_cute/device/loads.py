@@ -6,7 +6,8 @@
 Ahead, the next tile is drawn before the last V of this one, whose slot is free a block later: so
 the next Q and first K are there when consumers issue their S behind the last P V. Drawn behind that
 V they came 1,700 cycles later (d128, where a block of 128 x 128 takes 2,300). It needs two slots of
-Q, and under a mask registers (``fwd_sm90.opens_early``).
+Q, or one that is free because Q is in registers, and under a mask registers of its own
+(``fwd_sm90.opens_early``).
 
 What TMA's coordinates are made of has to stay the same in a warp for ptxas: visits told by lanes,
 or a select for those of a tile that sees nothing, and it loops over each copy (the gain was gone).

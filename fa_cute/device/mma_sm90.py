@@ -62,6 +62,20 @@ def make_mma(dtype: type, warpgroups: int, columns: int, *, p_times_v: bool) -> 
     )
 
 
+def make_registers_mma(dtype: type, warpgroups: int, columns: int) -> cute.TiledMma:
+    """S = Q K^T with Q from registers (``loaded``)."""
+    return hopper.make_trivial_tiled_mma(
+        dtype,
+        dtype,
+        OperandMajorMode.K,
+        OperandMajorMode.K,
+        Float32,
+        (warpgroups, 1, 1),
+        (ROWS, columns),
+        warpgroup.OperandSource.RMEM,
+    )
+
+
 def make_shared_mma(
     dtype: type, parts: tuple[int, int], columns: int, *, a_turned: bool, b_turned: bool
 ) -> cute.TiledMma:
@@ -86,6 +100,16 @@ def make_shared_mma(
 def operand_like(mma: cute.TiledMma, shape: tuple[int, int]) -> cute.Tensor:
     """Registers of the operand A of ``mma`` for a tile of ``shape``."""
     return mma.make_fragment_A(mma.partition_shape_A(shape))
+
+
+def loaded(mma: cute.TiledMma, thread: cutlass.Int32, memory: cute.Tensor) -> cute.Tensor:
+    """The operand A of ``mma``, in registers, from ``memory`` of the tile's shape."""
+    operand = operand_like(mma, cute.shape(memory))
+    atom = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(num_matrices=4), memory.element_type)
+    load = cute.make_tiled_copy_A(atom, mma)
+    part = load.get_slice(thread)
+    cute.copy(load, part.partition_S(memory), part.retile(operand))
+    return operand
 
 
 def store_turned(

@@ -191,9 +191,10 @@ def _classes(problem: Problem, score_mod: Graph | None, mask_mod: Graph | None) 
     scored = score_mod is not None and mask_mod is None and shown(score_mod) is None
     light = scored and is_light(score_mod)
     decodes = problem.few_queries and problem.gqa_ratio > 1  # bound by memory: not measured there
-    presumed = not (problem.return_lse or decodes)
     classes = {"few_keys": problem.few_keys, "light": light, "scored": scored}
-    return classes | {"presumed": presumed}
+    classes |= {"left": problem.window[0] is not None}
+    lse = problem.return_lse
+    return classes | {"presumed": not (lse or decodes), "sought": lse and not decodes}
 
 
 def is_light(score_mod: Graph) -> bool:

@@ -71,6 +71,7 @@ def topology(plan: Plan) -> Topology:
         biases = (spec,)
     duty, there = "draws tiles; TMA loads of Q, K, V, a bias", "freed when S is there"
     readers = 4 * c.consumers + brought
+    of_q = "freed when it is in registers" if c.q_registers else "freed after the tile's last S"
     return Topology(
         roles=(
             Role("load", 1, c.producer_registers, 1 + brought, duty),
@@ -78,7 +79,7 @@ def topology(plan: Plan) -> Topology:
         ),
         rings=(
             RingSpec("next", NEXT_STAGES, 0, *to, "the tile's header", empties=readers),
-            RingSpec("q", c.q_stages, q_bytes, *to, "freed after the tile's last S", early=early),
+            RingSpec("q", c.q_stages, q_bytes, *to, of_q, early=early, by_lanes=c.q_registers),
             RingSpec("k", c.kv_stages, k_bytes, *to, there, noted, 1 + brought, early=early),
             RingSpec("v", c.kv_stages, v_bytes, "load", "math", "freed when P V is there"),
             *biases,
@@ -89,16 +90,19 @@ def topology(plan: Plan) -> Topology:
 def opens_early(plan: Plan) -> bool:
     """Whether S of the next tile is issued behind the last P V, to be multiplied under its stores.
 
-    If its Q has a slot of its own. Beside a mask the producer finds the next tile's visits while it
-    loads this one's: with 40 registers, those of three ranges, or of two and a bound (two and two
-    bounds spilled 4 bytes). d128 S1k causal 528 -> 542 TFLOP/s, a window 581 -> 601, masks 2 to 6 %
-    less time; d64 full with lse, whose registers are all in use, 548 -> 518. Beside a score_mod
-    nothing is gained, and with a mask, bounds, sinks and lse as well 12 bytes spilled.
+    If its Q has a slot of its own, or this one's is in registers (without lse: S8k causal 767 ->
+    758 TFLOP/s, and not under a left bound alone: 4 bytes spilled). Beside a mask the producer
+    finds the next tile's visits while it loads this one's: with 40 registers, those of three
+    ranges, or of two and a bound (two and two bounds spilled 4 bytes). d128 S1k causal 528 -> 542
+    TFLOP/s, a window 581 -> 601, masks 2 to 6 % less time; d64 full with lse, whose registers are
+    all in use, 548 -> 518. Beside a score_mod not, of which docs/performance.md says what it gave;
+    with a mask, bounds, sinks and lse as well 12 bytes spilled.
     """
-    c = plan.config
+    c, cut = plan.config, plan.causal or any(plan.window)
+    if c.q_registers:
+        return not (plan.return_lse or (plan.window[0] and not (plan.causal or plan.window[1])))
     if plan.score_mod is not None or c.q_stages == 1:
         return False
-    cut = plan.causal or any(plan.window)
     if plan.visits == "ranges":
         held = len(ranges_of(plan.mask_mod).ranges) + cut + plan.window[0]
         return c.producer_registers > 32 and held <= 3
@@ -124,6 +128,7 @@ class Operands:
     lse: cute.Tensor | None
     counter: cute.Tensor
     qk: cute.TiledMma
+    own_qk: cute.TiledMma | None
     pv: cute.TiledMma
     layouts: tuple
     tiles: Tiles
@@ -197,7 +202,9 @@ class FwdSm90(Loads, Memory, Products):
             tma_operand(tensor, layout, box)
             for tensor, layout, box in zip((io.q, io.k, io.v), layouts, boxes, strict=True)
         )
-        bias = None
+        bias, own_qk = None, None
+        if const_expr(c.q_registers):
+            own_qk = mma_sm90.make_registers_mma(self.dtype, c.consumers, c.tile_n)
         if const_expr(self.bias is not None):
             layouts += (self.bias.layout(plan.bias_stages),)
             bias = self.bias.operand(extra.captured[plan.bias], layouts[-1])
@@ -209,9 +216,10 @@ class FwdSm90(Loads, Memory, Products):
             lse=io.lse,
             counter=launch.counter,
             qk=mma_sm90.make_mma(self.dtype, c.consumers, c.tile_n, p_times_v=False),
+            own_qk=own_qk,
             pv=mma_sm90.make_mma(self.dtype, c.consumers, plan.width_v, p_times_v=True),
             layouts=layouts,
-            tiles=self.walk.number(io, bounds.seqlen_q * self.walk.group, extra),
+            tiles=self.walk.number(io, bounds, extra),
             rows=bounds.seqlen_q * self.walk.group,
             bounds=bounds,
             scale=launch.scale,
@@ -329,6 +337,8 @@ class FwdSm90(Loads, Memory, Products):
         state = softmax.RowState()
         f.o.fill(0.0)
         q = rings.q.take()
+        if const_expr(self.config.q_registers):
+            f = f._replace(own_q=self.queries(x, buffers, work.warpgroup, q))
         memory = buffers.notes, self.reader(x, buffers, work), buffers.columns
         body = Sweep(x, f, state, mods, work, q, *memory)
         k = rings.k.take()
@@ -343,6 +353,8 @@ class FwdSm90(Loads, Memory, Products):
         blocks = self.enter_block(body, mods, block, (bias, k))
         warpgroup.wait_group(0)
         k.release()
+        if const_expr(self.config.q_registers):
+            q.release()
         self.modify(body, blocks, s, block, True)
         self.free(bias)
         softmax.begin(s, f.p, state, self.exponent(body), self.how, sought=self.plan.seeks)
@@ -364,7 +376,8 @@ class FwdSm90(Loads, Memory, Products):
             rings = self.sweep(body, rings, walk.middle_begin, walk.middle_end, (False, False))
             if const_expr(x.bounds.left is not None):
                 rings = self.sweep(body, rings, walk.begin, walk.middle_begin, (True, False))
-        q.release()
+        if const_expr(not self.config.q_registers):
+            q.release()
         v = rings.v.take()
         self.add_values(x, f, v)
         if const_expr(self.opens_early):

@@ -110,6 +110,13 @@ PRESUMED: dict[str, Configuration] = {
     "d64-fp16-causal": C(64, dtype="float16", causal=True, return_lse=False),
     "d96-bf16-causal-3": C(96, causal=True, ratio=3, return_lse=False),
     "d192-128-bf16-full": C(192, head_dim_v=128, return_lse=False),
+    "d192-128-fp16-causal-4": C(
+        192, "float16", head_dim_v=128, causal=True, ratio=4, return_lse=False
+    ),
+    "d192-128-bf16-window": C(192, head_dim_v=128, window=(True, True), return_lse=False),
+    "d192-128-bf16-left": C(192, head_dim_v=128, window=(True, False), return_lse=False),
+    "d192-96-bf16-causal": C(192, head_dim_v=96, causal=True, return_lse=False),
+    "d128-bf16-window": C(causal=True, window=(True, False), return_lse=False),
     "d256-bf16-causal": C(256, causal=True, return_lse=False),
     "d64-bf16-window": C(64, window=(True, True), return_lse=False),
     # What these add is left to the softmax; of the third maxima rise with every block.

@@ -35,7 +35,9 @@ def rising(x: Inputs, steps: tuple[float, ...], rows: slice) -> Inputs:
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
 @pytest.mark.parametrize("name", PRESUMED)
 def test_check(name: str, lengths: tuple[int, int], kind: str) -> None:
-    window = {"window": (70, 20)} if any(PRESUMED[name].window) else {}
+    there = PRESUMED[name].window
+    sizes = tuple(size if one else None for size, one in zip((70, 20), there, strict=True))
+    window = {"window": sizes} if any(there) else {}
     check(PRESUMED[name], inputs(PRESUMED[name], lengths, heads_k=2, kind=kind), **window)
 
 
