@@ -218,8 +218,7 @@ def _default(case: Case) -> FwdConfig:
     few, dims = case.seqlen <= FEW_KEYS, (case.head_dim, case.dim_v)
     # No variant of the benchmark hides keys.
     classes = {"light": light, "scored": score_mod is not None, "few_keys": few, "presumed": True}
-    left = case.window is not None
-    return fwd_sm90(*dims, cut=cut, modified=modified, left=left, **classes)
+    return fwd_sm90(*dims, cut=cut, modified=modified, **classes)
 
 
 def _cells(line: dict[str, Any]) -> list[str]:

@@ -34,7 +34,6 @@ def calls(row: Row) -> list[tuple[str, bool, bool]]:
             light=row.light,
             presumed=row.presumed,
             scored=row.scored,
-            left=row.left,
             sought=row.sought,
         )
         is row.config
@@ -102,16 +101,11 @@ def test_no_row_spills_or_serialises(at: int) -> None:
     """Each row's kernel for the most work: fp16, bounds on both sides, a softcap, sinks, lse.
 
     Where there is a row for light score_mods, the others have a mask_mod too, or, if there is one
-    for score_mods alone, that loads by query; and where there is one for windows, no left bound.
+    for score_mods alone, that loads by query.
     """
     row = FWD_SM90[at]
     dtype, cut, modified = calls(row)[-1]
-    beside = [other for other in FWD_SM90 if other.head_dims == row.head_dims]
-    windows = any(
-        other.left and (other.presumed, other.sought) == (row.presumed, row.sought)
-        for other in beside
-    )
-    lit = any(other.light for other in beside)
+    lit = any(other.light and other.head_dims == row.head_dims for other in FWD_SM90)
     shared = modified and not (row.light or row.scored) and lit
     by_query = torch.zeros(1 << 14)
 
@@ -124,7 +118,7 @@ def test_no_row_spills_or_serialises(at: int) -> None:
         head_dim_v=row.head_dims[1],
         dtype=dtype,
         causal=cut,
-        window=(cut and (row.left or not windows), False),
+        window=(cut, False),
         score_mod=score_mod if modified else None,
         mask_mod=(lambda b, h, q, kv: q + kv != 3) if shared else None,
         return_lse=not row.presumed,

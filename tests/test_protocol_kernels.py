@@ -84,8 +84,6 @@ KERNELS: dict[str, Callable[[], Plan]] = {
     "Q in registers, causal": lambda: queries_in_registers(causal=True),
     "Q in registers, lse": lambda: queries_in_registers(return_lse=True),
     "one slot of Q, window": lambda: forward(head_dim=256, window=(True, True)),
-    "two consumers, causal, lse, no turns": lambda: forward(causal=True, return_lse=True),
-    "two consumers, window, turns": lambda: forward(causal=True, window=(True, False)),
     "ranges of a mask": lambda: forward(mask_mod=chunked),
     "lists of a mask": listed,
     "lists of a mask, columns brought by a warp": documents,

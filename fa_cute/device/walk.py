@@ -74,21 +74,20 @@ class Walk:
         """Words of a tile's header, without its batch and head."""
         return BLOCK + 1 if self.noted else 1
 
-    def number(self, io: Io, bounds: Bounds, extra: Extra | None) -> Tiles:
-        """The numbering of tiles, each head of ``bounds.seqlen_q * group`` rows."""
+    def number(self, io: Io, rows: Int32, extra: Extra | None) -> Tiles:
+        """The numbering of tiles, each head of ``rows`` rows."""
         batch, heads = io.q.shape[0], io.q.shape[2]
         key_bytes = 2 * (self.plan.head_dim + self.plan.head_dim_v)
-        section = section_of(self.reach(io, bounds, extra) * key_bytes, self.ratio)
+        section = section_of(self.reach(io, extra) * key_bytes, self.ratio)
         inner, outer = (batch, heads) if self.batches_inside else (heads, batch)
-        rows = bounds.seqlen_q * self.group
         return Tiles.of(cute.ceil_div(rows, self.plan.config.tile_m), inner, outer, section)
 
-    def reach(self, io: Io, bounds: Bounds, extra: Extra | None) -> Int32:
+    def reach(self, io: Io, extra: Extra | None) -> Int32:
         """About how many keys of a head are in use at a time: by tiles that run side by side.
 
         Where a tile sees few, more heads fit into L2 together, and a few tiles that are far longer
         than the rest come first for all of them: under global tokens and a window (S16k, d128) one
-        takes 190 us of a call's 250. A window of 1k: S8k 603 -> 608 TFLOP/s, S16k 604 -> 608.
+        takes 190 us of a call's 250.
         """
         plan, c, seqlen_k = self.plan, self.plan.config, Int32(io.k.shape[1])
         if plan.visits == "lists":
@@ -105,9 +104,6 @@ class Walk:
             lengths = seqlen_q, seqlen_k
             found = [reached(ranges, tile, lengths, c.tile_n, INT32) for tile in tiles]
             blocks = cutlass.max(*map(Int32, found))
-        elif plan.window[0] and bounds.right is not None:
-            sides = (cutlass.min(side, seqlen_k) for side in (bounds.left, bounds.right))
-            blocks = cute.ceil_div(sum(sides) + c.tile_m, c.tile_n)
         else:
             return seqlen_k
         return cutlass.min(2 * blocks * c.tile_n, seqlen_k)

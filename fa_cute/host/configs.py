@@ -186,13 +186,12 @@ def fwd_sm90(
     light: bool = False,
     presumed: bool = False,
     scored: bool = False,
-    left: bool = False,
     sought: bool = False,
 ) -> FwdConfig:
     """The configuration of a forward on sm_90; ValueError says which head dims have one.
 
     ``few_keys``: the call is in that class of lengths (see above). ``light``, ``presumed``,
-    ``scored``, ``left``, ``sought``: as in ``Row``.
+    ``scored``, ``sought``: as in ``Row``.
     """
     table = [
         row
@@ -201,7 +200,6 @@ def fwd_sm90(
         and row.light <= light
         and row.presumed <= presumed
         and row.scored <= scored
-        and row.left <= left
         and row.sought <= sought
     ]
     return _first(table, (head_dim, head_dim_v), cut, modified, dtype)

@@ -192,7 +192,6 @@ def _classes(problem: Problem, score_mod: Graph | None, mask_mod: Graph | None) 
     light = scored and is_light(score_mod)
     decodes = problem.few_queries and problem.gqa_ratio > 1  # bound by memory: not measured there
     classes = {"few_keys": problem.few_keys, "light": light, "scored": scored}
-    classes |= {"left": problem.window[0] is not None}
     lse = problem.return_lse
     return classes | {"presumed": not (lse or decodes), "sought": lse and not decodes}
 

@@ -28,8 +28,7 @@ class Row(NamedTuple):
     ``presumed``: only for calls without lse, and not for a few queries that share a tile.
     ``scored``: only for calls whose one mod is a score_mod that hides nothing, so that no lists of
     blocks are made for their tile. ``light``: and takes few registers (``planning.is_light``).
-    ``left``: only for calls with a left bound, a window's. ``sought``: only for calls with lse, and
-    not for a few queries that share a tile.
+    ``sought``: only for calls with lse, and not for a few queries that share a tile.
     """
 
     head_dims: tuple[int, int]
@@ -41,7 +40,6 @@ class Row(NamedTuple):
     light: bool = False
     presumed: bool = False
     scored: bool = False
-    left: bool = False
     sought: bool = False
 
 
@@ -73,15 +71,6 @@ FWD_SM90: tuple[Row, ...] = (
         (128, 128),
         True,
         False,
-        FwdConfig(128, 128, 2, 2, 24, 240),
-        "a window of 1k, S4k, S8k, S16k: 608, 614, 614 TFLOP/s, P its own, no turns 601, 608, 608",
-        presumed=True,
-        left=True,
-    ),
-    Row(
-        (128, 128),
-        True,
-        False,
         FwdConfig(128, 128, 2, 2, 24, 240, ping_pong=False, own_p=True),
         "S8k causal: 723 TFLOP/s, P not its own 719, S16k 711 and 689, a window of 1k 595 and 574",
         presumed=True,
@@ -92,23 +81,6 @@ FWD_SM90: tuple[Row, ...] = (
         False,
         FwdConfig(128, 128, 2, 2, 24, 240),
         "S4k, S8k, S16k full: 736, 745, 750 TFLOP/s, 128 x 176 705, 733, 741, no turns 719, 749",
-        sought=True,
-        dtype="bfloat16",
-    ),
-    Row(
-        (128, 128),
-        True,
-        False,
-        FwdConfig(128, 128, 2, 2, 24, 240, few_keys=True),
-        "S1k causal: 522 TFLOP/s, without turns 521",
-        sought=True,
-    ),
-    Row(
-        (128, 128),
-        True,
-        False,
-        FwdConfig(128, 128, 2, 2, 24, 240, ping_pong=False),
-        "S2k, S4k, S8k, S16k causal: 614, 693, 730, 752 TFLOP/s, with turns 610, 686, 721, 742",
         sought=True,
         dtype="bfloat16",
     ),
@@ -173,24 +145,6 @@ FWD_SM90: tuple[Row, ...] = (
     ),
     Row(
         (64, 64),
-        True,
-        False,
-        FwdConfig(192, 128, 2, 2, 32, 160),
-        "a window of 1k, S8k: 386 TFLOP/s, 192 x 96 381",
-        sought=True,
-        left=True,
-    ),
-    Row(
-        (64, 64),
-        True,
-        False,
-        FwdConfig(192, 96, 2, 2, 32, 160),
-        "S2k, S4k, S8k, S16k causal: 435, 483, 535, 552 TFLOP/s, 192 x 128 427, 476, 528, 541",
-        sought=True,
-        dtype="bfloat16",
-    ),
-    Row(
-        (64, 64),
         None,
         None,
         FwdConfig(192, 128, 2, 2, 32, 160),
@@ -234,27 +188,10 @@ FWD_SM90: tuple[Row, ...] = (
     ),
     Row(
         (192, 128),
-        True,
-        False,
-        FwdConfig(128, 128, 2, 1, 24, 240, few_keys=True, q_registers=True),
-        "with lse, S1k causal: 517 TFLOP/s, Q in shared memory 503, without turns 510",
-        sought=True,
-    ),
-    Row(
-        (192, 128),
-        True,
-        False,
-        FwdConfig(128, 128, 2, 1, 24, 240, ping_pong=False),
-        "S4k, S8k, S16k causal: 712, 766, 796 TFLOP/s, with turns 703, 758, 788",
-        sought=True,
-        dtype="bfloat16",
-    ),
-    Row(
-        (192, 128),
         None,
         False,
         FwdConfig(128, 128, 2, 1, 24, 240, q_registers=True),
-        "with lse, S4k, S8k full: 777, 786 TFLOP/s, Q in shared memory 766, 779",
+        "with lse, S8k full, causal: 786, 767 TFLOP/s, Q in shared memory 779, 758; S1k 517, 503",
         sought=True,
     ),
     Row(
@@ -281,15 +218,6 @@ FWD_SM90: tuple[Row, ...] = (
     ),
     Row(
         (192, 192),
-        True,
-        False,
-        FwdConfig(128, 112, 2, 1, 24, 240, ping_pong=False),
-        "S1k, S8k causal: 489, 771 TFLOP/s, with turns 486, 764",
-        sought=True,
-        dtype="bfloat16",
-    ),
-    Row(
-        (192, 192),
         None,
         None,
         FwdConfig(128, 112, 2, 1, 24, 240),
@@ -301,15 +229,6 @@ FWD_SM90: tuple[Row, ...] = (
         True,
         FwdConfig(128, 64, 2, 1, 24, 240),
         "S8k full: ALiBi 747 TFLOP/s, 128 x 80 735, without room for the diagonals of two mods",
-    ),
-    Row(
-        (256, 256),
-        True,
-        False,
-        FwdConfig(128, 80, 2, 1, 24, 240, ping_pong=False),
-        "S4k, S8k, S16k causal: 705, 764, 792 TFLOP/s, with turns 695, 748, 779",
-        sought=True,
-        dtype="bfloat16",
     ),
     Row(
         (256, 256),

@@ -227,7 +227,7 @@ class FwdSm100(Loads):
             counter=launch.counter,
             scratch=launch.scratch,
             layouts=layouts,
-            tiles=self.walk.number(io, bounds, extra),
+            tiles=self.walk.number(io, bounds.seqlen_q * self.walk.group, extra),
             rows=bounds.seqlen_q * self.walk.group,
             bounds=bounds,
             scale=launch.scale,

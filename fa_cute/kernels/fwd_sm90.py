@@ -219,7 +219,7 @@ class FwdSm90(Loads, Memory, Products):
             own_qk=own_qk,
             pv=mma_sm90.make_mma(self.dtype, c.consumers, plan.width_v, p_times_v=True),
             layouts=layouts,
-            tiles=self.walk.number(io, bounds, extra),
+            tiles=self.walk.number(io, bounds.seqlen_q * self.walk.group, extra),
             rows=bounds.seqlen_q * self.walk.group,
             bounds=bounds,
             scale=launch.scale,
