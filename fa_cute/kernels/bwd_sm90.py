@@ -193,7 +193,7 @@ class BwdSm90(KeyLoads):
         self.again = plan.width > 64 and not self.config.wide
         many = self.config.own_queries > 64
         # S of the next block behind dK: d128, S8k, full 618 to 635 TFLOP/s, causal 586 to 612. Of Q
-        # two slots are held then. In turn as well: d64 causal 489 to 511, d128 full 639 to 651,
+        # two slots are held then. In turn as well: d64 causal 489 to 512, d128 full 639 to 651,
         # d256 412 to 436; but there d64 spills 28 bytes under a window, 393 to 385.
         modified = plan.score_mod is not None or plan.mask_mod is not None
         spills = plan.in_turn and many and plan.window[0]
@@ -202,7 +202,7 @@ class BwdSm90(KeyLoads):
         # Where threads add to dQ, Q is asked for before: behind the reductions the registers of
         # their addresses are not free until they are under way, d64 causal 548 to 572 TFLOP/s.
         self.asked = self.ahead and not self.sums.handed and not self.config.wide
-        # dO awaited with S, and dP at once: d256 full 425 to 451, causal 427 to 439; but d64 590 to
+        # dO awaited with S, and dP at once: d256 full 425 to 451, causal 426 to 439; but d64 590 to
         # 564, d128 688 to 681.
         self.both = self.ahead and self.config.wide
         self.early = many or self.ahead or (self.config.wide and plan.score_mod is None)
@@ -561,7 +561,7 @@ class BwdSm90(KeyLoads):
     ) -> None:
         """Add the accumulator to the block's sums, or hand it to the warp that does.
 
-        ``following`` issues S of the next block behind dQ's last use: before, d128 had 619 of 682
+        ``following`` issues S of the next block behind dQ's last use: before, d128 had 621 of 686
         TFLOP/s. Before the fence behind what is handed on, d128 had 631 of 675, but d64 in turn 568
         and 520 of 556 and 508.
         """
