@@ -1,9 +1,9 @@
 """Source trees beside each other in one process: ``python -m bench.trees old=../old new=.``.
 
 Processes that take turns compare kernels badly: of one and the same, two were 5 to 8 % apart on an
-H200, for their memory lies elsewhere. Here all trees read the same q, k, v and dout in turns, and a
-copy of a tree stays within 0.1 % of it with ``--rest 0.03``: give one as a control. A tree is a
-folder that has the package, as ``git worktree add`` or ``git archive`` makes it.
+H200, for their memory lies elsewhere. Here all trees read the same q, k, v and dout in turns; with
+``--rest 0.03`` a copy of a tree is mostly within 0.1 % of it, at times 0.8: give one as a control.
+A tree is a folder that has the package, as ``git worktree add`` or ``git archive`` makes it.
 """
 
 from __future__ import annotations
@@ -98,6 +98,22 @@ def measure(case: Case, trees: list[Tree], flags: argparse.Namespace) -> list[di
     return list(found.values())
 
 
+def named(flags: argparse.ArgumentParser, arguments: argparse.Namespace) -> list[Tree]:
+    """The trees of a command line; argparse tells the user what it cannot take."""
+    parts = [one.partition("=") for one in arguments.trees]
+    for name, _, folder in parts:
+        if not (name and folder):
+            flags.error(f"a tree is NAME=FOLDER, not {name!r}")
+    names = [name for name, _, _ in parts]
+    if len(set(names)) < len(names):
+        flags.error(f"each tree needs a name of its own, not {', '.join(names)}")
+    if arguments.deterministic and arguments.which == "forward":
+        flags.error("--deterministic is about the backward; give --which backward with it")
+    if arguments.peers or arguments.prime or arguments.compile_only or arguments.share:
+        flags.error("here are trees alone: no --peers, --prime, --share or --compile-only")
+    return [Tree(name, Path(folder)) for name, _, folder in parts]
+
+
 def main(argv: list[str] | None = None) -> int:
     """Run the benchmark."""
     flags = parser(BACKWARD._replace(name="bench.trees", about=__doc__.splitlines()[0], peers=[]))
@@ -105,9 +121,7 @@ def main(argv: list[str] | None = None) -> int:
     flags.add_argument("--which", choices=PASSES, default="backward")
     flags.add_argument("--deterministic", action="store_true")
     arguments = flags.parse_args(argv)
-    trees = [
-        Tree(name, Path(at)) for name, _, at in (one.partition("=") for one in arguments.trees)
-    ]
+    trees = named(flags, arguments)
     report = Report("trees", facts() | {"inputs": INPUTS}, arguments.out)
     lines = []
     for case in selection(arguments):
