@@ -497,6 +497,35 @@ def test_a_turn_that_the_consumers_keep(ring: str) -> None:
     assert "deadlock" in found_in(plan, wrong_by(program, kept))
 
 
+def test_blocks_that_are_passed_by_without_a_meeting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their dQ reads what the other warpgroup has written of dS."""
+    import cutlass.cute as cute
+
+    from fa_cute.kernels.bwd_sm90 import BwdSm90
+
+    passed, meet, passing = BwdSm90.pass_by, BwdSm90.meet_all, []
+
+    def pass_by(self: Any, *arguments: Any) -> Any:
+        passing.append(self)
+        try:
+            return passed(self, *arguments)
+        finally:
+            passing.pop()
+
+    monkeypatch.setattr(BwdSm90, "pass_by", pass_by)
+
+    def fence(self: Any, body: Any) -> None:
+        if passing:
+            cute.arch.fence_proxy("async.shared", space="cta")
+        else:
+            meet(self, body)
+
+    monkeypatch.setattr(BwdSm90, "meet_all", fence)
+    plan = backward(window=(True, True))
+    program, _ = recorded.__wrapped__(plan)
+    assert "unordered access" in found_in(plan, program)
+
+
 def test_a_slot_that_is_taken_as_awaited_and_was_not() -> None:
     """Wide heads await dO of the next block with its Q, and take both without waiting."""
     plan = backward(head_dim=256)

@@ -31,6 +31,7 @@ from fa_cute.device.mma_sm90 import Pieces
 from fa_cute.device.protocol import Arrive, Barrier, Copy, Group, Product, Range, Settle, Touch
 from fa_cute.device.ring import Ring, Slot
 from fa_cute.device.topology import WARPGROUP, Topology
+from fa_cute.device.values import begun, carried, counting_of, inside, plain
 
 BINARY = {
     "arith.addi": "+",
@@ -150,7 +151,7 @@ class Recorder:
 
     def path(self) -> list[tuple[Any, Any]]:
         """The (operation, block) of the dynamic loops and branches around the trace."""
-        return list(_inside(ir.InsertionPoint.current.block))[::-1]
+        return list(inside(ir.InsertionPoint.current.block))[::-1]
 
     def finished(self) -> protocol.Program:
         """What was recorded, as the checker walks it."""
@@ -215,10 +216,10 @@ class Recorder:
             return self.names[hash(value)]
         owner = getattr(value.owner, "operation", value.owner)
         kind = getattr(owner, "name", "an argument")
-        if kind == "an argument" and (counting := _counting(value)) is not None:
+        if kind == "an argument" and (counting := counting_of(value)) is not None:
             loop, depth = counting
             return folded("+", self.expression(loop.operands[0]), ("turn", depth))
-        if kind == "an argument" and hash(first := _begun(value)) in self.names:
+        if kind == "an argument" and hash(first := begun(value)) in self.names:
             return self.names[hash(first)]  # a loop over tiles carries it: of each, what it is
         if kind == "arith.constant":
             return int(ir.IntegerAttr(owner.attributes["value"]).value)
@@ -269,6 +270,9 @@ class Recorder:
                 continue
             if hash(at) in self.slots:
                 slots.append(self.slots[hash(at)])
+                continue
+            if (first := carried(at)) is not None:
+                todo.append((first, depth + 1))
                 continue
             owner = getattr(at.owner, "operation", at.owner)
             if getattr(owner, "name", "") in FRAGMENTS and "rmem" in str(at.type):
@@ -352,45 +356,6 @@ def folded(operation: str, a: Any, b: Any) -> Any:
     if operation == "+" and 0 in (a, b):
         return b if a == 0 else a
     return (operation, a, b)
-
-
-def _inside(block: Any) -> Iterator[tuple[Any, Any]]:
-    """The (operation, block) of the loops and branches round ``block``, the innermost first."""
-    while block is not None:
-        owner = getattr(block.owner, "operation", block.owner)
-        if owner.name.endswith((".func", ".module")):
-            return
-        if owner.name.startswith("scf."):
-            yield owner, block
-        block = owner.block
-
-
-def _begun(value: Any) -> Any:
-    """What the ``scf.while`` whose body has the argument ``value`` began with there; or None."""
-    loop, block = next(_inside(value.owner), (None, None))
-    if loop is None or block != value.owner or loop.name != "scf.while":
-        return None
-    return plain(loop.operands[ir.BlockArgument(value).arg_number])
-
-
-def _counting(value: Any) -> tuple[Any, int] | None:
-    """The loop whose turns ``value`` counts, and how many loops are round it; or None."""
-    loop, block = next(_inside(value.owner), (None, None))
-    if loop is None or block != value.owner or loop.name != "scf.for":
-        return None
-    if block.arguments[0] != value:
-        return None
-    return loop, sum(op.name in ("scf.for", "scf.while") for op, _ in _inside(loop.block))
-
-
-def plain(value: Any) -> Any:
-    """The value of the trace behind one of the compiler's Python objects, or a Python int.
-
-    Emits nothing: ``ir_value`` of a pointer would be a conversion.
-    """
-    while not isinstance(value, ir.Value | int):
-        value = value.value
-    return value if isinstance(value, int) else ir.Value(value)  # its base class has a hash
 
 
 def wrapped(original: Callable, before: Callable) -> Callable:

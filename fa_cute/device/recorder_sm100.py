@@ -10,9 +10,10 @@ from cutlass._mlir import ir
 
 from fa_cute.device import mma_sm100, tmem
 from fa_cute.device.protocol import Product, Range, Settle, Touch
-from fa_cute.device.recorder import Recorder, plain, wrapped
+from fa_cute.device.recorder import Recorder, wrapped
 from fa_cute.device.ring import Ring
 from fa_cute.device.topology import Topology
+from fa_cute.device.values import plain
 
 
 def verbs(record: Recorder) -> Iterator[tuple[Any, str, Callable]]:
