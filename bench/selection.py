@@ -69,7 +69,7 @@ PRESETS = FORWARD.presets
 
 
 def parser(sets: Sets = FORWARD) -> argparse.ArgumentParser:
-    """All flags of a benchmark of the cases in ``sets``."""
+    """All flags of a benchmark of the cases in ``sets``; of peers, if it has any."""
     result = argparse.ArgumentParser(prog=sets.name, description=sets.about)
     grid = result.add_argument_group("cases (without any: a small set)")
     grid.add_argument("--preset", type=_words, help=f"full, or some of {', '.join(sets.presets)}")
@@ -85,16 +85,17 @@ def parser(sets: Sets = FORWARD) -> argparse.ArgumentParser:
     )
     grid.add_argument("--queries", type=_numbers, default=[], help="fewer than keys", **choose)
     how = result.add_argument_group("how")
-    how.add_argument("--peers", type=_words, default=sets.peers, help=",".join(sets.peers))
     how.add_argument("--rounds", type=int, default=5)
     how.add_argument("--batch-ms", type=float, default=15.0, help="device time a round and peer")
     how.add_argument("--energy", type=float, default=0.0, help="seconds a peer, for joules a call")
     how.add_argument("--rest", type=seconds, default=0.0, help="idle seconds before each turn")
     how.add_argument("--cold", action="store_true", help="flush the L2 before every call")
     how.add_argument("--out", type=Path, help="JSON (default: a new bench/results/DATE-KIND.json)")
-    how.add_argument("--prime", type=int, default=0, help="processes that compile first")
-    how.add_argument("--share", help=argparse.SUPPRESS)
-    how.add_argument("--compile-only", action="store_true", help="run nothing: see the docs")
+    if sets.peers:
+        how.add_argument("--peers", type=_words, default=sets.peers, help=",".join(sets.peers))
+        how.add_argument("--prime", type=int, default=0, help="processes that compile first")
+        how.add_argument("--share", help=argparse.SUPPRESS)
+        how.add_argument("--compile-only", action="store_true", help="run nothing: see the docs")
     result.set_defaults(chosen=False, sets=sets)
     return result
 

@@ -163,6 +163,9 @@ def main(argv: list[str] | None = None) -> int:
     index, count = map(int, options.part.split("/"))
     report = Report("spills", {"commit": commit()}, options.out)
     listed = list(cases(options.words, options.bounds.split(","), options.target))
+    if not listed:
+        words, bounds = " ".join(options.words), options.bounds
+        parser.error(f"no kernel for {options.target} is named by {words!r} under {bounds}")
     for case in listed[index::count]:
         report.rows.append(case.spilled())
         report.save()

@@ -109,8 +109,6 @@ def named(flags: argparse.ArgumentParser, arguments: argparse.Namespace) -> list
         flags.error(f"each tree needs a name of its own, not {', '.join(names)}")
     if arguments.deterministic and arguments.which == "forward":
         flags.error("--deterministic is about the backward; give --which backward with it")
-    if arguments.peers or arguments.prime or arguments.compile_only or arguments.share:
-        flags.error("here are trees alone: no --peers, --prime, --share or --compile-only")
     return [Tree(name, Path(folder)) for name, _, folder in parts]
 
 
@@ -118,8 +116,8 @@ def main(argv: list[str] | None = None) -> int:
     """Run the benchmark."""
     flags = parser(BACKWARD._replace(name="bench.trees", about=__doc__.splitlines()[0], peers=[]))
     flags.add_argument("trees", nargs="+", metavar="NAME=FOLDER")
-    flags.add_argument("--which", choices=PASSES, default="backward")
-    flags.add_argument("--deterministic", action="store_true")
+    flags.add_argument("--which", choices=PASSES, default="backward", help="the pass that is timed")
+    flags.add_argument("--deterministic", action="store_true", help="of the backward")
     arguments = flags.parse_args(argv)
     trees = named(flags, arguments)
     report = Report("trees", facts() | {"inputs": INPUTS}, arguments.out)

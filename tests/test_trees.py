@@ -63,8 +63,8 @@ def test_a_call_has_its_options(tmp_path: Path) -> None:
         (["../old", "new=."], "a tree is NAME=FOLDER, not '../old'"),
         (["old=.", "old=."], "each tree needs a name of its own, not old, old"),
         (["old=.", "--which=forward", "--deterministic"], "--deterministic is about the backward"),
-        (["old=.", "--peers=fa4"], "no --peers"),
-        (["old=.", "--compile-only"], "or --compile-only"),
+        (["old=.", "--peers=fa4"], "unrecognized arguments: --peers=fa4"),
+        (["old=.", "--compile-only"], "unrecognized arguments: --compile-only"),
     ],
     ids=str,
 )
