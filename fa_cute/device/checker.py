@@ -219,13 +219,13 @@ class _Run:
     def wait(self, warp: _Warp, op: Wait) -> bool:
         table, ring = self.rings[op.ring], (op.ring, warp.value(op.copy))
         peeks = op.side == "peek"
-        side = "fill" if op.side == "fill" else "take"
+        filling = op.side == "fill"
+        side = "fill" if filling else "take"
         if peeks and not warp.value(op.there):
             warp.slots[op.slot] = None
             return True
         turn = warp.laps.get((ring, side), 0)
         stage, lap = turn % table.stages, turn // table.stages
-        filling = op.side == "fill"
         if not filling or table.freed:
             barrier = self.mbarrier(warp.cta, ring, "empty" if filling else "full", stage)
             # A fill of lap n needs n emptyings; a read of lap n needs n + 1 fillings.

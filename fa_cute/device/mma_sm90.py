@@ -46,9 +46,15 @@ def transposed(s: cute.Tensor) -> cute.Tensor:
     return cute.make_tensor(s.iterator, layout)
 
 
-def make_mma(dtype: type, warpgroups: int, columns: int, *, p_times_v: bool) -> cute.TiledMma:
-    """S = Q K^T (both K-major, from shared memory) or O += P V (P from registers, V MN-major)."""
-    source = warpgroup.OperandSource.RMEM if p_times_v else warpgroup.OperandSource.SMEM
+def make_mma(
+    dtype: type, warpgroups: int, columns: int, *, p_times_v: bool, q_registers: bool = False
+) -> cute.TiledMma:
+    """S = Q K^T (both K-major, from shared memory) or O += P V (P from registers, V MN-major).
+
+    ``q_registers``: Q from registers too (``loaded``).
+    """
+    held = p_times_v or q_registers
+    source = warpgroup.OperandSource.RMEM if held else warpgroup.OperandSource.SMEM
     b_major = OperandMajorMode.MN if p_times_v else OperandMajorMode.K
     return hopper.make_trivial_tiled_mma(
         dtype,
@@ -59,20 +65,6 @@ def make_mma(dtype: type, warpgroups: int, columns: int, *, p_times_v: bool) -> 
         (warpgroups, 1, 1),
         (ROWS, columns),
         source,
-    )
-
-
-def make_registers_mma(dtype: type, warpgroups: int, columns: int) -> cute.TiledMma:
-    """S = Q K^T with Q from registers (``loaded``)."""
-    return hopper.make_trivial_tiled_mma(
-        dtype,
-        dtype,
-        OperandMajorMode.K,
-        OperandMajorMode.K,
-        Float32,
-        (warpgroups, 1, 1),
-        (ROWS, columns),
-        warpgroup.OperandSource.RMEM,
     )
 
 

@@ -19,12 +19,20 @@ def inside(block: Any) -> Iterator[tuple[Any, Any]]:
         block = owner.block
 
 
+def looped(value: Any, kind: str) -> tuple[Any, int] | None:
+    """The loop of that ``kind`` whose body has the argument ``value``, and its number; or None."""
+    if not isinstance(value.owner, ir.Block):
+        return None
+    loop, block = next(inside(value.owner), (None, None))
+    if loop is None or block != value.owner or loop.name != kind:
+        return None
+    return loop, ir.BlockArgument(value).arg_number
+
+
 def begun(value: Any) -> Any:
     """What the ``scf.while`` whose body has the argument ``value`` began with there; or None."""
-    loop, block = next(inside(value.owner), (None, None))
-    if loop is None or block != value.owner or loop.name != "scf.while":
-        return None
-    return plain(loop.operands[ir.BlockArgument(value).arg_number])
+    found = looped(value, "scf.while")
+    return None if found is None else plain(found[0].operands[found[1]])
 
 
 def carried(value: Any) -> Any:
@@ -33,22 +41,18 @@ def carried(value: Any) -> Any:
     The loop may be under way, so whether it hands on what it got is not known: a tensor stays in
     its buffer.
     """
-    if not isinstance(value.owner, ir.Block) or isinstance(value.type, ir.IntegerType):
+    found = None if isinstance(value.type, ir.IntegerType) else looped(value, "scf.for")
+    if found is None or found[1] == 0:  # the counter
         return None
-    loop, block = next(inside(value.owner), (None, None))
-    number = ir.BlockArgument(value).arg_number - 1  # behind the counter
-    if loop is None or block != value.owner or loop.name != "scf.for" or number < 0:
-        return None
-    return plain(loop.operands[3 + number])  # behind begin, end and step
+    return plain(found[0].operands[2 + found[1]])  # behind begin, end and step
 
 
 def counting_of(value: Any) -> tuple[Any, int] | None:
     """The loop whose turns ``value`` counts, and how many loops are round it; or None."""
-    loop, block = next(inside(value.owner), (None, None))
-    if loop is None or block != value.owner or loop.name != "scf.for":
+    found = looped(value, "scf.for")
+    if found is None or found[1] != 0:
         return None
-    if block.arguments[0] != value:
-        return None
+    loop = found[0]
     return loop, sum(op.name in ("scf.for", "scf.while") for op, _ in inside(loop.block))
 
 

@@ -24,6 +24,7 @@ Order on a score: scale, score_mod, bounds (length, causal, window), mask_mod, s
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -98,11 +99,12 @@ def opens_early(plan: Plan) -> bool:
     all in use, 548 -> 518. Beside a score_mod not, of which docs/performance.md says what it gave;
     with a mask, bounds, sinks and lse as well 12 bytes spilled.
     """
-    c, cut = plan.config, plan.causal or any(plan.window)
+    c = plan.config
     if c.q_registers:
         return not (plan.return_lse or (plan.window[0] and not (plan.causal or plan.window[1])))
     if plan.score_mod is not None or c.q_stages == 1:
         return False
+    cut = plan.causal or any(plan.window)
     if plan.visits == "ranges":
         held = len(ranges_of(plan.mask_mod).ranges) + cut + plan.window[0]
         return c.producer_registers > 32 and held <= 3
@@ -203,8 +205,11 @@ class FwdSm90(Loads, Memory, Products):
             for tensor, layout, box in zip((io.q, io.k, io.v), layouts, boxes, strict=True)
         )
         bias, own_qk = None, None
+        qk = functools.partial(
+            mma_sm90.make_mma, self.dtype, c.consumers, c.tile_n, p_times_v=False
+        )
         if const_expr(c.q_registers):
-            own_qk = mma_sm90.make_registers_mma(self.dtype, c.consumers, c.tile_n)
+            own_qk = qk(q_registers=True)
         if const_expr(self.bias is not None):
             layouts += (self.bias.layout(plan.bias_stages),)
             bias = self.bias.operand(extra.captured[plan.bias], layouts[-1])
@@ -215,7 +220,7 @@ class FwdSm90(Loads, Memory, Products):
             out=io.out,
             lse=io.lse,
             counter=launch.counter,
-            qk=mma_sm90.make_mma(self.dtype, c.consumers, c.tile_n, p_times_v=False),
+            qk=qk(),
             own_qk=own_qk,
             pv=mma_sm90.make_mma(self.dtype, c.consumers, plan.width_v, p_times_v=True),
             layouts=layouts,
