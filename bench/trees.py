@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import importlib
 import sys
 from collections.abc import Callable, Iterator
@@ -19,7 +20,7 @@ from typing import Any
 
 import torch
 
-from bench.backward import FACTORS
+from bench.backward import FACTORS, gradient_of_out
 from bench.cases import INPUTS, Case
 from bench.device import Meter, facts, smi
 from bench.results import Report, table
@@ -63,25 +64,22 @@ def call_of(
 ) -> Callable[[], Any]:
     """A call of a tree's forward, or of its backward if there is a ``dout`` behind q, k and v."""
     q, k, v, *dout = inputs
+    given = case.arguments(q.device) | options
     with tree.entered() as package:
-        attention = package.attention
+        forward = functools.partial(package.attention, q, k, v, **given)
         if not dout:
-            return lambda: attention(q, k, v, **case.arguments(q.device), **options)
-        out = attention(q, k, v, **case.arguments(q.device), **options)
+            return forward
+        out = forward()
     return lambda: torch.autograd.grad(out, (q, k, v), dout, retain_graph=True)
 
 
 def measure(case: Case, trees: list[Tree], flags: argparse.Namespace) -> list[dict[str, Any]]:
     """A row a tree."""
-    q, k, v = inputs = case.tensors()
-    options = {}
+    inputs, options = case.tensors(), {}
     if flags.which == "backward":
-        inputs = [x.requires_grad_() for x in inputs]
-        shape = (*q.shape[:3], v.shape[3])
-        generator = torch.Generator(q.device).manual_seed(9)
-        inputs.append(torch.randn(shape, generator=generator, device=q.device).to(q.dtype))
+        inputs = (*(x.requires_grad_() for x in inputs), gradient_of_out(inputs))
         options = {"deterministic": flags.deterministic}
-    calls = {tree.name: call_of(tree, case, tuple(inputs), options) for tree in trees}
+    calls = {tree.name: call_of(tree, case, inputs, options) for tree in trees}
     found, first = {}, None
     for tree in trees:
         with tree.entered():
